@@ -1,0 +1,246 @@
+"""The agent's side of its helper processes: one janitor, and the zygotes below it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from holdfast import linux
+from holdfast.agent.janitor import ORPHAN_EXIT_S, ORPHAN_TERM_S
+from holdfast.wire import channel, messages
+
+# Not `-m`: the working directory would come first on the path, and a user's random.py would shadow Python's own.
+_START = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\nfrom holdfast.agent.janitor import main\nmain()"
+_TITLE_ROOM = "-" * 160  # a worker's title is written over the command line it was forked with
+_MAX_GROWTHS = 4
+
+
+class Zygote:
+    """The channel to one zygote. It outlives the zygote's use: a retired one still reports its children's ends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.link: channel.Channel[messages.FromZygote] = channel.Channel(sock, messages.FromZygote)
+        self.link.setblocking(False)
+        self.pid = 0
+        self.retired = False
+
+
+class Helpers:
+    """Starts, feeds and ends the helpers. Tells its owner through callbacks, all called in the loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        env: Mapping[str, str],
+        on_message: Callable[[messages.FromZygote], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._env = env
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._janitor: subprocess.Popen[bytes] | None = None
+        self._janitor_fd = -1
+        self._lifeline = -1
+        self._zygotes: list[Zygote] = []
+        self._growing: Zygote | None = None
+        self._wanted: tuple[str, ...] = ()
+        self._growths = 0
+        self._leftovers: set[int] = set()
+
+    def start(self) -> None:
+        """Start a janitor, which forks the first zygote."""
+        ours, theirs = channel.pair()
+        lifeline_r, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        fds = (theirs.fileno(), lifeline_r)
+        self._janitor = subprocess.Popen(
+            [sys.executable, "-u", "-c", _START, str(os.getpid()), *map(str, fds), _TITLE_ROOM],
+            env=dict(self._env),
+            pass_fds=fds,
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(lifeline_r)
+        self._janitor_fd = os.pidfd_open(self._janitor.pid)
+        self._loop.add_reader(self._janitor_fd, self._janitor_ended)
+        self._attach(Zygote(ours))
+        self._growths = 0
+
+    @property
+    def running(self) -> bool:
+        return self._janitor is not None
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def request(self, message: messages.ToZygote, fds: Sequence[int] = ()) -> None:
+        """Ask the newest zygote. If it has just died, `on_lost` follows by itself."""
+        with contextlib.suppress(channel.ChannelClosed, IndexError):
+            self._zygotes[-1].link.send(message, fds)
+
+    def learn(self, modules: tuple[str, ...]) -> None:
+        """Have the next worlds forked from a zygote that holds these modules too."""
+        if self._growing is not None or self._growths >= _MAX_GROWTHS or not modules or self._janitor is None:
+            return
+        self._growths += 1
+        self._wanted = modules
+        ours, theirs = channel.pair()
+        self._growing = Zygote(ours)
+        self.request(messages.Grow(modules, self._janitor.pid), [theirs.fileno()])
+        theirs.close()
+        self._loop.add_reader(self._growing.link.fileno(), self._grown, self._growing)
+
+    # -- leftovers ----------------------------------------------------------------------------------------------------
+
+    def clear_leftovers(self) -> None:
+        """End what the last world's workers left running. Called before the next world starts, so nothing is its own."""
+        zygotes = {zygote.pid for zygote in self._all_zygotes()}
+        if self._janitor is None or 0 in zygotes:
+            return  # one has not said yet who it is; the next world's end, or the janitor's, comes after it has
+        for orphan in linux.children(self._janitor.pid):
+            if orphan not in zygotes:
+                self._leftovers.update([orphan, *linux.descendants(orphan)])
+        if self._leftovers:
+            # Some of them clean up behind a dead worker and end by themselves; the next world need not wait for that.
+            self._loop.call_later(ORPHAN_EXIT_S, self._end_leftovers, frozenset(self._leftovers), signal.SIGTERM)
+            self._loop.call_later(
+                ORPHAN_EXIT_S + ORPHAN_TERM_S, self._end_leftovers, frozenset(self._leftovers), signal.SIGKILL
+            )
+
+    def _end_leftovers(self, pids: frozenset[int], signum: int) -> None:
+        alive = {pid for pid in pids if linux.state(pid) not in ("", "Z")}
+        for pid in alive:
+            linux.signal_all([*linux.descendants(pid), pid], signum)
+        self._leftovers &= alive
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End all helpers and everything below them; returns when they are gone."""
+        if self._janitor is None:
+            return
+        self._loop.remove_reader(self._janitor_fd)
+        gone = asyncio.Event()
+        self._loop.add_reader(self._janitor_fd, gone.set)
+        if self._growing is not None and self._growing.pid:
+            linux.signal_all([self._growing.pid], signal.SIGKILL)  # it does not listen while it imports
+        for zygote in self._all_zygotes():
+            self._detach(zygote)
+        self._zygotes.clear()
+        self._growing = None
+        os.close(self._lifeline)
+        try:
+            await asyncio.wait_for(gone.wait(), 5.0)
+        except TimeoutError:
+            linux.signal_all([*linux.descendants(self._janitor.pid), self._janitor.pid], signal.SIGKILL)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of helpers that are gone."""
+        if self._janitor is None:
+            return
+        for zygote in self._all_zygotes():
+            self._detach(zygote)
+        self._zygotes.clear()
+        self._growing = None
+        self._loop.remove_reader(self._janitor_fd)
+        os.close(self._janitor_fd)
+        self._janitor.wait()
+        self._janitor = None
+
+    # -- what comes back ----------------------------------------------------------------------------------------------
+
+    def _attach(self, zygote: Zygote) -> None:
+        self._zygotes.append(zygote)
+        self._loop.add_reader(zygote.link.fileno(), self._readable, zygote)
+
+    def _detach(self, zygote: Zygote) -> None:
+        with contextlib.suppress(ValueError):
+            self._loop.remove_reader(zygote.link.fileno())
+        zygote.link.close()
+
+    def _readable(self, zygote: Zygote) -> None:
+        while True:
+            try:
+                received = zygote.link.receive()
+            except channel.ChannelClosed:
+                self._zygote_ended(zygote)
+                return
+            if received is None:
+                return
+            message, _ = received
+            if isinstance(message, messages.Ready):
+                zygote.pid = message.pid
+            self._on_message(message)
+
+    def _zygote_ended(self, zygote: Zygote) -> None:
+        self._detach(zygote)
+        if zygote in self._zygotes:
+            self._zygotes.remove(zygote)
+        if not zygote.retired:
+            self._lost("the zygote was killed")
+
+    def _janitor_ended(self) -> None:
+        self._lost("the janitor was killed")
+
+    def _lost(self, what: str) -> None:
+        """One helper is gone: end the others too, and whatever they leave; the job starts again with new ones."""
+        if self._janitor is None:
+            return
+        pid = self._janitor.pid
+        linux.signal_all([*linux.descendants(pid), pid], signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.close(self._lifeline)
+        self._forget()
+        _end_orphans_of_this_process(self._env)
+        self._on_lost(what)
+
+    def _grown(self, zygote: Zygote) -> None:
+        """News from the new zygote: who it is, that it holds what it was asked to, or what it must not hold."""
+        try:
+            received = zygote.link.receive()
+        except channel.ChannelClosed:
+            self._abandon_growth(zygote)
+            return
+        match received and received[0]:
+            case messages.Growing(pid=pid):
+                zygote.pid = pid
+            case messages.Ready() as ready:
+                unforkable = {name for name, why in ready.refused.items() if why.startswith("it ")}
+                if unforkable:
+                    self._abandon_growth(zygote)
+                    self.learn(tuple(n for n in self._wanted if n.partition(".")[0] not in unforkable))
+                else:
+                    self._take_over(zygote, ready)
+
+    def _abandon_growth(self, zygote: Zygote) -> None:
+        """Without its channel it ends by itself."""
+        self._detach(zygote)
+        self._growing = None
+
+    def _take_over(self, zygote: Zygote, ready: messages.Ready) -> None:
+        self._growing = None
+        self._loop.remove_reader(zygote.link.fileno())
+        for old in self._zygotes:
+            old.retired = True
+            with contextlib.suppress(channel.ChannelClosed):
+                old.link.send(messages.Retire())
+        self._attach(zygote)
+        self._on_message(ready)
+
+    def _all_zygotes(self) -> list[Zygote]:
+        return [*self._zygotes, *([self._growing] if self._growing is not None else [])]
+
+
+def _end_orphans_of_this_process(env: Mapping[str, str]) -> None:
+    """After the janitor was killed: its orphans are ours now. Only those of this job, known by their environment."""
+    mark = f"HOLDFAST_JOB={env['HOLDFAST_JOB']}".encode()
+    for pid in list(linux.descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            if mark in open(f"/proc/{pid}/environ", "rb").read().split(b"\0"):
+                linux.signal_all([pid], signal.SIGKILL)

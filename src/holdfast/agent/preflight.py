@@ -1,0 +1,82 @@
+"""What is checked on this node before any worker starts. A refusal is one line, with the next step in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from holdfast.agent.helpers import Helpers
+from holdfast.agent.options import Options
+from holdfast.agent.rundir import RunDirectory
+from holdfast.control.worlds import one_gpu_env
+from holdfast.wire import channel, messages
+
+
+class Refused(Exception):
+    """Something the user asked for cannot be had."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket that a store keeper will serve. Bound by the agent, so that its port is known before any fork."""
+    listener: socket.socket | None = None
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        return listener
+    except socket.gaierror as failure:
+        raise Refused(
+            f"cannot resolve the host name {host!r}: {failure.strerror}; check its spelling and DNS"
+        ) from None
+    except OSError as failure:
+        if listener is not None:
+            listener.close()
+        what = f"port {port} on {host}" if port else f"the address {host}"
+        raise Refused(f"cannot listen on {what}: {failure.strerror}; choose another, or leave it out") from None
+
+
+def open_run_directory(options: Options) -> RunDirectory:
+    try:
+        run_dir = RunDirectory(options.log_dir, options.run_id)
+        if (folder := run_dir.join("incidents")) is not None:
+            os.makedirs(folder, exist_ok=True)
+        return run_dir
+    except OSError as failure:
+        where = failure.filename or options.log_dir
+        raise Refused(
+            f"--log-dir: cannot write {where}: {failure.strerror}; name one that this user may write"
+        ) from None
+
+
+def check_gpus(nproc: int) -> None:
+    try:
+        one_gpu_env(nproc - 1, os.environ)
+    except ValueError as refusal:
+        raise Refused(f"--virtual-local-rank: {refusal}; lower --nproc-per-node or name more GPUs") from None
+
+
+async def count_devices(helpers: Helpers, kind: str) -> int:
+    """Ask torch, in a process of its own: to look at a GPU is to open it, and a zygote must not."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = channel.pair()
+    link: channel.Channel[messages.Report] = channel.Channel(ours, messages.Report)
+    answered = asyncio.Event()
+    loop.add_reader(link.fileno(), answered.set)
+    try:
+        helpers.request(messages.CountDevices(0, kind), [theirs.fileno()])
+        theirs.close()
+        await answered.wait()
+        received = link.receive()
+        counted = received[0] if received else None
+    except channel.ChannelClosed:
+        counted = None
+    finally:
+        loop.remove_reader(link.fileno())
+        link.close()
+    if isinstance(counted, messages.Counted) and counted.count > 0:
+        return counted.count
+    reason = counted.reason if isinstance(counted, messages.Counted) else "the process that counted the devices died"
+    raise Refused(f"--nproc-per-node={kind}: {reason}")

@@ -1,0 +1,34 @@
+"""The run directory: logs, events and incidents of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+
+class RunDirectory:
+    """`<log dir>/<run id>_<random>`; a temporary one where the user named none, and nothing at all for /dev/null."""
+
+    def __init__(self, log_dir: str | None, run_id: str) -> None:
+        """Raises OSError where it cannot be made or written."""
+        self.path: str | None = None
+        self._temporary_root: str | None = None
+        if log_dir == os.devnull:
+            return
+        if log_dir is None:
+            log_dir = self._temporary_root = tempfile.mkdtemp(prefix="holdfast_")
+        os.makedirs(log_dir, exist_ok=True)
+        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in run_id)
+        self.path = tempfile.mkdtemp(prefix=f"{safe}_", dir=log_dir)
+
+    def join(self, *parts: str) -> str | None:
+        return os.path.join(self.path, *parts) if self.path is not None else None
+
+    def discard_if_temporary(self) -> None:
+        """A run that the user gave no directory and that had no incident leaves nothing."""
+        if self._temporary_root is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._temporary_root)
+            self.path = None

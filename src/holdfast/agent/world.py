@@ -1,0 +1,201 @@
+"""The effects of one world: its store, its ranks' processes, their streams, beacons and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from holdfast import linux
+from holdfast.agent.helpers import Helpers
+from holdfast.agent.logs import Destination, Plumbing, RankOutput
+from holdfast.agent.memory import OomWatch
+from holdfast.agent.options import Options
+from holdfast.control.causes import RankExit
+from holdfast.control.worlds import World, one_gpu_env, worker_env
+from holdfast.wire import messages
+from holdfast.worker import beacon
+
+MAX_REPORT_BYTES = 200 * 1024
+KEEPER = -1  # in the place of a local rank
+
+
+class RunningWorld:
+    """Owns everything that ends with its world."""
+
+    def __init__(
+        self,
+        world: World,
+        listener: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        helpers: Helpers,
+        oom: OomWatch,
+        on_report: Callable[[messages.Report], None],
+    ) -> None:
+        self.world = world
+        self._loop = loop
+        self._helpers = helpers
+        self._oom = oom
+        self._on_report = on_report
+        self._listener = listener
+        self._beacon_fd = beacon.make(world.local_size)
+        self._pages = [beacon.Page(self._beacon_fd, slot) for slot in range(world.local_size)]
+        self._reports, self._report_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.setblocking(False)
+        self._decoder: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
+        self._loop.add_reader(self._reports.fileno(), self.read_reports)
+        self._raised: dict[int, messages.Raised] = {}
+        self._outputs: dict[int, RankOutput] = {}
+        self._pids: dict[int, int] = {}  # by local rank
+        self._pending_signal: int | None = None
+        self.keeper_gone = False
+
+    def launch(
+        self,
+        options: Options,
+        inherited: Mapping[str, str],
+        destinations: Mapping[int, Destination],
+        plumbing: Plumbing,
+        filtered_dir: str,
+        threads: int | None,
+    ) -> None:
+        """Ask for the store keeper and all ranks. They come up side by side: the store's port is open already."""
+        world = self.world
+        self._helpers.request(
+            messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
+            [self._listener.fileno()],
+        )
+        for local_rank in range(world.local_size):
+            to = destinations[local_rank]
+            rank = world.first_rank + local_rank
+            env = worker_env(world, local_rank, inherited)
+            if options.virtual_local_rank:
+                env |= one_gpu_env(local_rank, inherited)
+            env["TORCHELASTIC_ERROR_FILE"] = to.error_file
+            output = plumbing.open(to, world.role, rank, local_rank, filtered_dir)
+            self._outputs[local_rank] = output
+            ends = output.descriptors()
+            program = substitute(options.program, local_rank)
+            self._helpers.request(
+                messages.ForkWorker(
+                    token=self._token(local_rank),
+                    program=program,
+                    rank=rank,
+                    world_size=world.size,
+                    generation=world.generation,
+                    slot=local_rank,
+                    env=env,
+                    stdio=tuple(ends),
+                    title=f"{program_name(program)} [holdfast rank {rank}/{world.size} generation {world.generation}]",
+                    threads=threads,
+                    numa=options.numa_binding,
+                ),
+                [self._report_end.fileno(), self._beacon_fd, *ends.values()],
+            )
+            output.start()
+        self._listener.close()
+        self._report_end.close()
+
+    # -- what happens to the processes --------------------------------------------------------------------------------
+
+    def forked(self, token: int, pid: int) -> bool:
+        """Note a process of this world; True when it was the last one to come up."""
+        local_rank = token - self._token(KEEPER) + KEEPER
+        if not KEEPER <= local_rank < self.world.local_size:
+            return False
+        self._pids[local_rank] = pid
+        if self._pending_signal is not None and local_rank != KEEPER:
+            linux.signal_session(pid, self._pending_signal)
+        return len(self._pids) == self.world.local_size + 1
+
+    def exited(self, message: messages.Exited) -> RankExit | None:
+        """The end of one of this world's ranks, with all that is known of it; None if it is none of them."""
+        local_rank = next((r for r, pid in self._pids.items() if pid == message.pid), None)
+        if local_rank is None:
+            return None
+        if local_rank == KEEPER:
+            self.keeper_gone = True
+            return None
+        self.read_reports()
+        output = self._outputs[local_rank]
+        output.drain()
+        rank = self.world.first_rank + local_rank
+        killed = message.status == -signal.SIGKILL
+        return RankExit(
+            rank=rank,
+            pid=message.pid,
+            status=message.status,
+            at_s=message.at_s,
+            steps=self._pages[local_rank].steps,
+            raised=self._raised.get(rank) if message.status != 0 else None,
+            stderr_tail=output.tail.text(),
+            oom_killed=killed and self._oom.killed(message.pid),
+        )
+
+    def signal(self, ranks: tuple[int, ...], signum: int) -> None:
+        self._pending_signal = signum
+        for rank in ranks:
+            if (pid := self._pids.get(rank - self.world.first_rank)) is not None:
+                linux.signal_session(pid, signum)
+
+    def pids(self) -> dict[int, int]:
+        return {self.world.first_rank + r: pid for r, pid in self._pids.items() if r != KEEPER}
+
+    def close(self) -> None:
+        """The ranks are gone: end the store, the streams and the pages."""
+        if (keeper := self._pids.get(KEEPER)) is not None and not self.keeper_gone:
+            linux.signal_all([keeper], signal.SIGKILL)
+        self.read_reports()
+        self._loop.remove_reader(self._reports.fileno())
+        self._reports.close()
+        self._report_end.close()
+        self._listener.close()
+        os.close(self._beacon_fd)
+        for output in self._outputs.values():
+            output.close()
+
+    def read_reports(self) -> None:
+        """Take the ranks' reports. Called also when a rank ends, so that what it said is known before its end is."""
+        while True:
+            try:
+                packet = self._reports.recv(MAX_REPORT_BYTES)
+            except (BlockingIOError, OSError):
+                return
+            with contextlib.suppress(msgspec.MsgspecError):  # a stray write to an inherited descriptor
+                report = self._decoder.decode(packet)
+                if isinstance(report, messages.Raised):
+                    self._raised.setdefault(report.rank, report)
+                self._on_report(report)
+
+    def _token(self, local_rank: int) -> int:
+        return self.world.generation * 1_000_000 + local_rank - KEEPER
+
+
+def substitute(program: messages.Program, local_rank: int) -> messages.Program:
+    """Torchrun's one macro: `${local_rank}` in a program's arguments."""
+
+    def fill(args: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(arg.replace("${local_rank}", str(local_rank)) for arg in args)
+
+    match program:
+        case messages.Script(args=args) | messages.Module(args=args):
+            return msgspec.structs.replace(program, args=fill(args))
+        case messages.Command(argv=argv):
+            return msgspec.structs.replace(program, argv=fill(argv))
+    return program
+
+
+def program_name(program: messages.Program) -> str:
+    match program:
+        case messages.Script(path=path):
+            return os.path.basename(path)
+        case messages.Module(name=name):
+            return name
+        case messages.Command(argv=argv):
+            return os.path.basename(argv[0])
+    return "function"

@@ -1,0 +1,28 @@
+"""The command line: one file a subcommand. This one only finds the subcommand, so that nothing unused is imported."""
+
+from __future__ import annotations
+
+import sys
+
+_COMMANDS = {"run": "run a training script on ranks that come back when one is killed; takes torchrun's flags"}
+
+
+def main() -> None:
+    command, *rest = sys.argv[1:] or ["--help"]
+    if command == "run":
+        from holdfast.cli.run import main as run
+
+        sys.exit(run(rest))
+    if command in ("-h", "--help"):
+        print("usage: holdfast <command> ...\n")
+        for name, what in _COMMANDS.items():
+            print(f"  {name:10} {what}")
+        print("\nholdfast <command> --help says more. holdfast --version prints the version.")
+        sys.exit(0)
+    if command == "--version":
+        from holdfast._version import __version__
+
+        print(f"holdfast {__version__}")
+        sys.exit(0)
+    print(f"holdfast: there is no command {command!r}; try: holdfast run --help", file=sys.stderr)
+    sys.exit(2)

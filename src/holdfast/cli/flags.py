@@ -1,0 +1,255 @@
+"""The flags of `holdfast run`: all of torchrun 2.13's, with its defaults, spellings and PET_* variables, and our own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from holdfast._version import __version__
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
+
+_EPILOG = """\
+Every option may be spelled with dashes or underscores, and torchrun's may be given as PET_<OPTION> in the environment.
+exit codes: 0 success, 1 failure, 2 usage; with --exit-code-from-cause a failure is
+  81 the program's own error   82 torch's distributed backend   83 a signal            84 out of memory
+  85 a hang                    86 a lost node                   87 stopped by a signal to holdfast
+  88 a helper process of holdfast was killed
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is one line and not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"holdfast run: {message}; see holdfast run --help\n")
+
+
+class _FromEnv(argparse.Action):
+    """Remember that the option was given, so that one that has no effect can be answered for."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        namespace.given.add(self.dest)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    namespace = argparse.Namespace(given={name for name in _FROM_ENV if f"PET_{name.upper()}" in os.environ})
+    return parser.parse_args(list(argv), namespace)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="holdfast run",
+        description="Run a training script on several ranks, and bring them back when one dies.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _FROM_ENV.clear()
+    _add_size_and_restarts(parser)
+    _add_rendezvous(parser)
+    _add_program(parser)
+    _add_logs(parser)
+    _add_own(parser)
+    parser.add_argument("training_script", help="the script, module or program that each rank runs")
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help="its arguments; ${local_rank} is replaced"
+    )
+    return parser
+
+
+_FROM_ENV: list[str] = []
+
+
+def _add(group: Any, name: str, *short: str, env: bool = True, **options: Any) -> None:
+    """An option in both spellings, with its default from PET_<NAME> where torchrun has that too."""
+    dest = name.replace("-", "_")
+    flag = options.pop("flag", False)
+    if env:
+        _FROM_ENV.append(dest)
+        given = os.environ.get(f"PET_{dest.upper()}")
+        if flag:
+            options["default"] = _env_flag(dest, given)
+        elif given is not None:
+            options["default"] = given
+    elif flag:
+        options["default"] = False
+    if flag:
+        options |= {"nargs": 0, "const": True}
+    spellings = dict.fromkeys([*short, f"--{name}", f"--{dest}"])
+    group.add_argument(*spellings, dest=dest, action=_FromEnv, **options)
+
+
+def _env_flag(dest: str, given: str | None) -> bool:
+    try:
+        return bool(int(given or "0"))
+    except ValueError:
+        raise SystemExit(_usage(f"PET_{dest.upper()}={given}: 0 or 1 is meant")) from None
+
+
+def _usage(message: str) -> int:
+    import sys
+
+    print(f"holdfast run: {message}", file=sys.stderr)
+    return 2
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        return value
+
+    number.__name__ = "int"
+    return number
+
+
+def _commas(text: str) -> list[str]:
+    """A comma-separated list in which `,,` stands for a comma."""
+    return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
+
+
+def _add_size_and_restarts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks and restarts")
+    _add(group, "nnodes", default="1:1", metavar="N|MIN:MAX", help="number of nodes, or its range (default 1:1)")
+    _add(
+        group,
+        "nproc-per-node",
+        default="1",
+        metavar="N",
+        help="ranks on this node: a number, cpu, gpu, xpu or auto (default 1)",
+    )
+    _add(
+        group,
+        "max-restarts",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="restarts before giving up (default 0)",
+    )
+    _add(
+        group,
+        "shutdown-timeout",
+        type=_at_least(0),
+        default=None,
+        metavar="S",
+        help="seconds between asking a rank to end and SIGKILL, on every path "
+        "(default $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30)",
+    )
+    _add(
+        group,
+        "signals-to-handle",
+        default=SIGNALS,
+        metavar="LIST",
+        help=f"signals that end the job and are passed on to the ranks (default {SIGNALS})",
+    )
+    _add(
+        group, "monitor-interval", type=float, default=0.1, metavar="S", help="no effect: ranks are watched, not polled"
+    )
+
+
+def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how nodes find each other")
+    _add(group, "rdzv-backend", default="static", metavar="NAME", help="static or c10d (default static)")
+    _add(group, "rdzv-endpoint", default="", metavar="HOST[:PORT]", help="where the nodes meet")
+    _add(group, "rdzv-id", default="none", metavar="ID", help="the job's id (default: a random one on a single node)")
+    _add(group, "rdzv-conf", default="", metavar="K=V,...", help="rendezvous settings")
+    _add(group, "standalone", flag=True, help="one node that needs none of these")
+    _add(group, "node-rank", type=_at_least(0), default=0, metavar="N", help="this node's rank, with static")
+    _add(group, "master-addr", default="127.0.0.1", metavar="HOST", help="address of rank 0's node, with static")
+    _add(
+        group, "master-port", type=_at_least(1), default=None, metavar="PORT", help="port there (default: any free one)"
+    )
+    _add(group, "local-addr", default=None, metavar="HOST", help="address of this node")
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what each rank runs")
+    _add(group, "module", "-m", flag=True, help="the script is a module name, as for python -m")
+    _add(group, "no-python", flag=True, help="the script is a program of its own, started by exec")
+    _add(
+        group, "run-path", flag=True, help="as torchrun's: run the script in this interpreter, which is always so here"
+    )
+    _add(group, "role", default="default", metavar="NAME", help="name of this role (default default)")
+    _add(
+        group,
+        "start-method",
+        default="spawn",
+        choices=["spawn", "fork", "forkserver"],
+        help="no effect: ranks are forked from a process that has torch loaded",
+    )
+    _add(group, "virtual-local-rank", flag=True, help="LOCAL_RANK=0 everywhere; each rank sees its own GPU alone")
+    _add(
+        group,
+        "numa-binding",
+        env=False,
+        default=None,
+        choices=NUMA_MODES,
+        help="keep each rank on the CPUs near its GPU",
+    )
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output and events")
+    _add(group, "log-dir", default=None, metavar="DIR", help="where run directories go (default: a temporary one)")
+    _add(group, "redirects", "-r", default="0", metavar="STD", help="streams to files: 0..3, or RANK:STD,...")
+    _add(group, "tee", "-t", default="0", metavar="STD", help="streams to files and console; same form")
+    _add(group, "local-ranks-filter", default="", metavar="LIST", help="show only these local ranks on the console")
+    _add(
+        group,
+        "duplicate-stdout-filters",
+        type=_commas,
+        default=[],
+        metavar="LIST",
+        help="copy tee'd lines with any of these texts to filtered_stdout.log",
+    )
+    _add(
+        group,
+        "duplicate-stderr-filters",
+        type=_commas,
+        default=[],
+        metavar="LIST",
+        help="the same for filtered_stderr.log",
+    )
+    _add(
+        group,
+        "logs-specs",
+        env=False,
+        default=None,
+        metavar="NAME",
+        help="a torchrun.logs_specs plug-in that places the streams",
+    )
+    _add(
+        group,
+        "event-log-handler",
+        default="null",
+        metavar="NAME",
+        help="null, or console for torchelastic's events on stderr (default null)",
+    )
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("holdfast's own")
+    _add(
+        group,
+        "restart-policy",
+        env=False,
+        default="any-failed",
+        choices=["any-failed"],
+        help="restart all ranks if one fails (default any-failed)",
+    )
+    _add(
+        group,
+        "retry-same-error",
+        env=False,
+        flag=True,
+        help="go on even if the script raised the same exception three times in a row before its first step",
+    )
+    _add(group, "exit-code-from-cause", env=False, flag=True, help="exit with a code that names the cause, see below")
+    _add(group, "cold-start", env=False, flag=True, help="start each rank as a new process that imports torch itself")
+    group.add_argument("--version", action="version", version=f"holdfast {__version__}")

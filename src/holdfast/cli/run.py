@@ -1,0 +1,250 @@
+"""`holdfast run`: from flags to a job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from holdfast.agent.agent import Agent
+from holdfast.agent.logs import LogFilters, parse_std
+from holdfast.agent.options import Options
+from holdfast.agent.preflight import Refused
+from holdfast.cli import flags
+from holdfast.observe.torchelastic import HANDLERS
+from holdfast.wire.messages import Command, Module, Program, Script
+
+# What torch's rendezvous backends understand (2.13).
+RDZV_KEYS = (
+    "join_timeout last_call_timeout close_timeout heartbeat_timeout keep_alive_interval keep_alive_max_attempt "
+    "store_type read_timeout is_host timeout rank protocol cacert ssl_cert ssl_cert_key min_workers max_workers"
+).split()
+
+
+class Usage(Exception):
+    """A flag that cannot be meant; exit code 2."""
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        args = flags.parse(argv)
+        options = read(args)
+    except Usage as wrong:
+        return _complain(str(wrong), 2)
+    for note in notes(args):
+        print(f"holdfast: {note}", file=sys.stderr)
+    try:
+        result = asyncio.run(Agent(options).run())
+    except Refused as refusal:
+        return _complain(str(refusal), 1)
+    except KeyboardInterrupt:
+        return 1
+    except Exception as bug:
+        return _internal_error(bug)
+    return result.exit_code(options.exit_code_from_cause)
+
+
+def read(args: Namespace) -> Options:
+    """Check every flag that can be checked without torch, and say what is wrong in one line."""
+    smallest, largest = _nodes(args.nnodes)
+    if smallest > 1:
+        raise Usage(f"--nnodes={args.nnodes}: this version runs on one node; use --nnodes=1 or --standalone")
+    _rendezvous(args)
+    single = args.standalone or (largest == 1 and not args.rdzv_endpoint)
+    return Options(
+        program=_program(args),
+        nproc=_nproc(args.nproc_per_node),
+        max_restarts=args.max_restarts,
+        run_id=str(uuid.uuid4()) if args.standalone or (single and args.rdzv_id == "none") else args.rdzv_id,
+        role=args.role,
+        shutdown_timeout_s=_shutdown_timeout(args.shutdown_timeout),
+        signals=_signals(args.signals_to_handle),
+        retry_same_error=args.retry_same_error,
+        exit_code_from_cause=args.exit_code_from_cause,
+        master_addr=args.local_addr or _unbracketed(args.master_addr),
+        master_port=0 if args.standalone else args.master_port or 0,
+        virtual_local_rank=args.virtual_local_rank,
+        numa_binding=args.numa_binding,
+        log_dir=args.log_dir,
+        redirects=_std("--redirects", args.redirects),
+        tee=_std("--tee", args.tee),
+        local_ranks=_local_ranks(args.local_ranks_filter),
+        filters=LogFilters(_filters(args.duplicate_stdout_filters), _filters(args.duplicate_stderr_filters)),
+        logs_plugin=args.logs_specs,
+        event_handler=_one_of("--event-log-handler", args.event_log_handler, HANDLERS),
+    )
+
+
+def notes(args: Namespace) -> list[str]:
+    """What was asked for and has no effect. Nothing is ignored in silence."""
+    said: list[str] = []
+    if "monitor_interval" in args.given:
+        said.append("--monitor-interval has no effect: ranks are watched, not polled")
+    if "start_method" in args.given:
+        said.append("--start-method has no effect: ranks are forked from a process that has torch loaded")
+    if _nodes(args.nnodes)[1] > 1:
+        said.append(f"--nnodes={args.nnodes}: this version starts on this node alone; others cannot join yet")
+    unused = ["rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"]
+    given = [f"--{name.replace('_', '-')}" for name in unused if name in args.given]
+    if given:
+        verb = "have" if len(given) > 1 else "has"
+        said.append(f"{', '.join(given)} {verb} no effect on a single node")
+    return said
+
+
+def _program(args: Namespace) -> Program:
+    target, rest = args.training_script, tuple(args.training_script_args)
+    if args.module and args.no_python:
+        raise Usage("--module and --no-python exclude each other; a module is run by Python")
+    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    if args.no_python and not args.run_path:
+        return Command((target, *rest))
+    if not args.module:
+        _check_script(target)
+    if args.cold_start or interpreter != sys.executable:
+        return Command((interpreter, "-u", *(["-m"] if args.module else []), target, *rest))
+    return Module(target, rest) if args.module else Script(os.path.abspath(target), rest)
+
+
+def _check_script(path: str) -> None:
+    if not os.path.exists(path):
+        near = (
+            get_close_matches(os.path.basename(path), os.listdir(os.path.dirname(path) or "."), 1)
+            if _has_dir(path)
+            else []
+        )
+        raise Usage(f"there is no script {path!r}" + (f"; did you mean {near[0]}?" if near else "; check its path"))
+    if not os.access(path, os.R_OK):
+        raise Usage(f"the script {path!r} cannot be read; check its permissions")
+
+
+def _has_dir(path: str) -> bool:
+    return os.path.isdir(os.path.dirname(path) or ".")
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    try:
+        numbers = [int(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not 0 < numbers[0] <= numbers[-1]:
+        raise Usage(f"--nnodes={text}: a number or MIN:MAX with 0 < MIN <= MAX is meant, for example 2 or 2:4")
+    return numbers[0], numbers[-1]
+
+
+def _nproc(text: str) -> int | str:
+    try:
+        count = int(text)
+    except ValueError:
+        if not text.isidentifier():
+            raise Usage(f"--nproc-per-node={text}: a number, cpu, gpu, xpu or auto is meant") from None
+        return len(os.sched_getaffinity(0)) if text == "cpu" else text
+    if count < 1:
+        raise Usage(f"--nproc-per-node={text}: at least 1 is meant")
+    return count
+
+
+def _rendezvous(args: Namespace) -> None:
+    _one_of("--rdzv-backend", args.rdzv_backend, ("static", "c10d", "etcd", "etcd-v2"))
+    for pair in filter(None, args.rdzv_conf.split(",")):
+        key, equals, _ = pair.partition("=")
+        if not equals:
+            raise Usage(f"--rdzv-conf: {pair!r} is not of the form key=value")
+        _one_of("--rdzv-conf", key.strip(), RDZV_KEYS)
+    if not args.standalone and args.rdzv_endpoint:
+        host, _, port = (
+            args.rdzv_endpoint.rpartition(":") if ":" in args.rdzv_endpoint else (args.rdzv_endpoint, "", "")
+        )
+        if port and not port.isdigit():
+            raise Usage(f"--rdzv-endpoint={args.rdzv_endpoint}: HOST or HOST:PORT is meant")
+        _resolve("--rdzv-endpoint", _unbracketed(host))
+    for flag, host in (("--local-addr", args.local_addr), ("--master-addr", args.master_addr)):
+        if host:
+            _resolve(flag, _unbracketed(host))
+
+
+def _resolve(flag: str, host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as failure:
+        reason = failure.strerror if isinstance(failure, socket.gaierror) else "not a host name"
+        raise Refused(f"{flag}: cannot resolve the host name {host!r}: {reason}; check its spelling and DNS") from None
+
+
+def _unbracketed(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _shutdown_timeout(given: int | None) -> float:
+    if given is not None:
+        return float(given)
+    text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    try:
+        return float(max(0, int(text)))
+    except ValueError:
+        raise Usage(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text}: a number of seconds is meant") from None
+
+
+def _signals(text: str) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        if name not in signal.Signals.__members__:
+            raise Usage(
+                f"--signals-to-handle: there is no signal {name!r}{_nearest(name, list(signal.Signals.__members__))}"
+            )
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise Usage(f"--signals-to-handle: {name} cannot be handled by any program")
+        numbers.append(signal.Signals[name])
+    return tuple(numbers)
+
+
+def _std(flag: str, text: str) -> int | dict[int, int]:
+    try:
+        return parse_std(text)
+    except ValueError as wrong:
+        raise Usage(f"{flag}: {wrong}") from None
+
+
+def _local_ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise Usage(f"--local-ranks-filter={text}: a list of local ranks like 0,1,2 is meant") from None
+
+
+def _filters(items: list[str] | str) -> tuple[str, ...]:
+    return tuple(item for item in items if item)
+
+
+def _one_of(flag: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise Usage(f"{flag}: {value!r} is not known{_nearest(value, known)}; known are {', '.join(known)}")
+    return value
+
+
+def _nearest(value: str, known: Sequence[str]) -> str:
+    near = get_close_matches(value, known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"holdfast run: {message}", file=sys.stderr)
+    return code
+
+
+def _internal_error(bug: Exception) -> int:
+    """Ours, not the user's. They get one line; the traceback goes to a file that they can send."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="holdfast_bug_", suffix=".txt", delete=False) as file:
+        traceback.print_exception(bug, file=file)
+    return _complain(f"a bug in holdfast ended the job: {type(bug).__name__}: {bug}; please send us {file.name}", 1)

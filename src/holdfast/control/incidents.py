@@ -1,0 +1,83 @@
+"""The record of one failure: what happened, whose fault it was, what was done, and what it cost."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.control.causes import Kind, RankExit
+
+
+class Follower(msgspec.Struct, frozen=True):
+    """A rank that failed because another one had."""
+
+    rank: int
+    headline: str
+
+
+class Incident(msgspec.Struct, frozen=True):
+    """Opened when a world fails, closed when its successor's ranks have all stepped, or when there is none."""
+
+    number: int
+    generation: int
+    kind: Kind
+    headline: str
+    action: str  # what was decided, and why
+    restarted: bool
+    rank: int | None = None
+    pid: int | None = None
+    status: int | None = None
+    steps: int = 0  # that any rank had done in this world
+    uptime_s: float = 0.0
+    traceback: str = ""
+    stderr_tail: tuple[str, ...] = ()
+    followers: tuple[Follower, ...] = ()
+    # When each phase ended, on the agent's monotonic clock; None while it has not.
+    failed_at_s: float = 0.0
+    stopped_at_s: float = 0.0
+    launched_at_s: float | None = None
+    started_at_s: float | None = None
+    recovered_at_s: float | None = None
+
+    @property
+    def who(self) -> str:
+        return "holdfast" if self.rank is None else f"rank {self.rank}"
+
+    def phases_s(self) -> dict[str, float]:
+        """Where the time went. The phases that have ended, in order; they add up to `lost_s`."""
+        marks = [
+            ("stop", self.stopped_at_s),
+            ("wait", self.launched_at_s),
+            ("start", self.started_at_s),
+            ("first step", self.recovered_at_s),
+        ]
+        phases: dict[str, float] = {}
+        since = self.failed_at_s
+        for name, until in marks:
+            if until is None:
+                break
+            phases[name] = until - since
+            since = until
+        return phases
+
+    @property
+    def lost_s(self) -> float:
+        return sum(self.phases_s().values())
+
+
+def of_rank(number: int, generation: int, first: RankExit, followers: tuple[RankExit, ...]) -> Incident:
+    """The incident that a rank caused, before anything was decided."""
+    return Incident(
+        number=number,
+        generation=generation,
+        kind=first.kind,
+        headline=first.headline,
+        action="",
+        restarted=False,
+        rank=first.rank,
+        pid=first.pid,
+        status=first.status,
+        traceback=first.raised.traceback if first.raised else "",
+        stderr_tail=first.stderr_tail,
+        followers=tuple(Follower(exit.rank, exit.headline) for exit in followers),
+        failed_at_s=first.failed_at_s,
+    )

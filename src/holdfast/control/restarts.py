@@ -1,0 +1,99 @@
+"""What to do when a world has failed: restart it, and how soon, or give up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.control.causes import Kind
+
+SAME_ERROR_LIMIT = 3
+# A world that dies this soon without a step is part of a crash loop; the second in a row waits, then twice as long.
+EARLY_S = 10.0
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A world's failure, as far as the decision needs it."""
+
+    kind: Kind
+    rank: int
+    headline: str
+    where: str  # file and line of an exception, or ''
+    raised: bool  # an exception, rather than an exit code or a signal
+    steps: int  # the most steps that any rank had done in this world
+    uptime_s: float
+
+
+class History(msgspec.Struct, frozen=True):
+    """What was spent so far, and what the last failures had in common."""
+
+    limit: int
+    spent: int = 0
+    early_in_a_row: int = 0
+    same_error: str = ""
+    same_error_in_a_row: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.spent
+
+    def seen(self, failure: Failure) -> History:
+        """The history with this failure in it. What a restart costs is charged by whoever restarts."""
+        early = failure.steps == 0 and failure.uptime_s < EARLY_S
+        error = _repeatable(failure)
+        count = 0 if not error else self.same_error_in_a_row + 1 if error == self.same_error else 1
+        return msgspec.structs.replace(
+            self,
+            early_in_a_row=self.early_in_a_row + 1 if early else 0,
+            same_error=error,
+            same_error_in_a_row=count,
+        )
+
+    def charged(self) -> History:
+        return msgspec.structs.replace(self, spent=self.spent + 1)
+
+
+class Restart(msgspec.Struct, frozen=True):
+    reason: str
+    after_s: float = 0.0
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    reason: str
+
+
+Decide = Callable[[History, Failure], Restart | GiveUp]
+
+
+def decide(history: History, failure: Failure) -> Restart | GiveUp:
+    """Asking twice is free. `history` has this failure in it already."""
+    if history.left <= 0:
+        spent = f"all {history.limit} restarts are used" if history.limit else "--max-restarts is 0"
+        return GiveUp(spent)
+    return Restart(f"restart {history.spent + 1} of {history.limit}", after_s=backoff_s(history.early_in_a_row))
+
+
+def decide_unless_same_error(history: History, failure: Failure) -> Restart | GiveUp:
+    """A script that dies three times at the same line before its first step is broken; a retry wastes the cluster."""
+    if history.same_error_in_a_row >= SAME_ERROR_LIMIT:
+        return GiveUp(
+            f"the same error {SAME_ERROR_LIMIT} times in a row before the first step is a bug in the program, "
+            "not a fault of the machine (--retry-same-error goes on regardless)"
+        )
+    return decide(history, failure)
+
+
+def backoff_s(early_in_a_row: int) -> float:
+    if early_in_a_row < 2:
+        return 0.0
+    return min(FIRST_BACKOFF_S * 2.0 ** min(early_in_a_row - 2, 16), MAX_BACKOFF_S)
+
+
+def _repeatable(failure: Failure) -> str:
+    """The identity of an error that would come again on any machine; '' for what may be this machine's fault."""
+    if not failure.raised or failure.kind is not Kind.ERROR or failure.steps > 0:
+        return ""
+    return f"{failure.where} {failure.headline}"

@@ -1,0 +1,97 @@
+"""The few things of Linux that Python has no word for: parent-death signals, subreapers, process titles, process trees."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Iterator
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: object) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` ends; end now if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Become (or stop being) the parent of descendants whose own parent ends. Returns what was set before."""
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+    return bool(before.value)
+
+
+def set_title(title: str) -> None:
+    """Make `ps` and `top` show `title`. It is written over the original command line, so it is cut to that length."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        if end > start:
+            text = title.encode()[: end - start - 1]
+            ctypes.memmove(start, text + b"\0" * (end - start - len(text)), end - start)
+        _prctl(_PR_SET_NAME, title.encode()[:15])
+
+
+def children(pid: int) -> list[int]:
+    """The live children of a process, those of each of its threads."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, open(f"/proc/{pid}/task/{thread}/children").read().split())
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Every process below `pid`, parents before children, as seen at one moment."""
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
+
+
+def state(pid: int) -> str:
+    """The one-letter state of a process (R, S, D, T, Z, ...), or '' when it is gone."""
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return ""
+
+
+def signal_all(pids: Iterable[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+
+
+def signal_session(pid: int, signum: int) -> None:
+    """Signal a process that leads its own group, and the group; the process alone if it has not got there yet."""
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        signal_all([pid], signum)
+
+
+def open_descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))

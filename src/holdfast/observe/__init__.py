@@ -1,0 +1,1 @@
+"""What is written down and what is told: events first, text made from them."""

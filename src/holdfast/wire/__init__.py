@@ -1,0 +1,1 @@
+"""What crosses a process boundary: messages and the channels that carry them."""

@@ -1,0 +1,189 @@
+"""The messages between an agent, its zygotes and its workers. All of one machine; the agents' own wire is another."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, told apart by its class name."""
+
+
+# -- what a worker is to run ------------------------------------------------------------------------------------------
+
+
+class Script(Message):
+    """`python path args`, in a process that has torch already."""
+
+    path: str
+    args: tuple[str, ...] = ()
+
+
+class Module(Message):
+    """`python -m name args`."""
+
+    name: str
+    args: tuple[str, ...] = ()
+
+
+class Command(Message):
+    """Any program, started by exec."""
+
+    argv: tuple[str, ...]
+
+
+class Function(Message):
+    """A pickled call in a private file; the result of rank N is left beside it as `result-N`."""
+
+    path: str
+
+
+Program = Script | Module | Command | Function
+
+
+# -- agent to zygote --------------------------------------------------------------------------------------------------
+
+
+class ForkWorker(Message):
+    """Start one rank. Descriptors: report, beacon, then those of `stdio` in order."""
+
+    token: int
+    program: Program
+    rank: int
+    world_size: int
+    generation: int
+    slot: int  # which page of the beacon file is this rank's
+    env: dict[str, str]
+    stdio: tuple[int, ...]  # which of 1 and 2 the last descriptors replace
+    title: str
+    threads: int | None = None  # torch's intra-op threads, where the zygote was started before the number was known
+    numa: str | None = None
+
+
+class ForkKeeper(Message):
+    """Start the store keeper of a world. Descriptor: the bound, listening socket."""
+
+    token: int
+    host: str
+    port: int
+    generation: int
+
+
+class CountDevices(Message):
+    """Say how many ranks `kind` (cpu, gpu, xpu, auto, a backend's name) means here. Descriptor: where to answer."""
+
+    token: int
+    kind: str
+
+
+class PlanLogs(Message):
+    """Ask the named `torchrun.logs_specs` plug-in where the streams of a world go."""
+
+    plugin: str
+    log_dir: str | None
+    redirects: dict[int, int]
+    tee: dict[int, int]
+    local_ranks: tuple[int, ...] | None
+    envs: dict[int, dict[str, str]]
+
+
+class Grow(Message):
+    """Fork a new zygote that also holds these modules. Descriptor: the new zygote's channel."""
+
+    modules: tuple[str, ...]
+    janitor: int
+
+
+class Retire(Message):
+    """Fork nothing more; end when the last child has."""
+
+
+ToZygote = ForkWorker | ForkKeeper | CountDevices | PlanLogs | Grow | Retire
+
+
+# -- zygote to agent --------------------------------------------------------------------------------------------------
+
+
+class Ready(Message):
+    """This zygote can fork. `refused` maps a module it would not keep to the reason."""
+
+    pid: int
+    torch: str
+    refused: dict[str, str] = {}
+
+
+class Growing(Message):
+    """A zygote-to-be says who it is before it imports anything."""
+
+    pid: int
+
+
+class NotReady(Message):
+    """This zygote cannot start, for a reason that is the user's to mend."""
+
+    reason: str
+
+
+class Forked(Message):
+    token: int
+    pid: int
+
+
+class Exited(Message):
+    """A child is gone; `status` is its exit code, or minus the signal that ended it."""
+
+    pid: int
+    status: int
+    at_s: float
+
+
+class LogsPlanned(Message):
+    """Paths by local rank, as torch's `LogsDest` has them; '' is the console."""
+
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    tee_stdouts: dict[int, str]
+    tee_stderrs: dict[int, str]
+    error_files: dict[int, str]
+    filtered_stdout: str
+    filtered_stderr: str
+    error: str = ""
+
+
+FromZygote = Ready | Growing | NotReady | Forked | Exited | LogsPlanned
+
+
+# -- worker to agent, on the world's report socket --------------------------------------------------------------------
+
+
+class Stepped(Message):
+    """A rank finished its first optimizer step; `modules` are the installed modules it imported since the fork."""
+
+    rank: int
+    generation: int
+    at_s: float
+    modules: tuple[str, ...] = ()
+
+
+class Raised(Message):
+    """A rank's program ended in an exception."""
+
+    rank: int
+    generation: int
+    at_s: float
+    headline: str
+    traceback: str
+    where: str = ""
+    distributed: bool = False
+    out_of_memory: bool = False
+
+
+class Counted(Message):
+    """The answer to `CountDevices`: a number, or the reason there is none."""
+
+    token: int
+    count: int
+    reason: str = ""
+
+
+Report = Stepped | Raised | Counted

@@ -1,0 +1,129 @@
+"""From a fresh fork of the zygote to the user's program, so that the program cannot tell the difference."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+import msgspec
+
+from holdfast import linux
+from holdfast.wire import messages
+from holdfast.worker import errors, programs
+from holdfast.worker.beacon import Beacon
+
+
+def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
+    """Become the rank that `request` describes, run its program, and exit as Python would."""
+    report_fd, beacon_fd, *stdio = fds
+    for target, fd in zip(request.stdio, stdio, strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    os.environ.update(request.env)
+    linux.set_title(request.title)
+    _bind(request)
+    if isinstance(request.program, messages.Command):
+        _exec(request.program)
+    _take_fresh_randomness()
+    if request.threads is not None:
+        sys.modules["torch"].set_num_threads(request.threads)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.enable(file=2, all_threads=True)
+    import gc
+
+    gc.enable()
+    reporter = Reporter(report_fd, request)
+    reporter.watch_steps(Beacon(beacon_fd, request.slot, request.generation))
+    os.close(beacon_fd)
+    try:
+        programs.run(request.program, request.rank)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as failure:
+        reporter.raised(failure)
+        errors.show(failure)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+class Reporter:
+    """Tells the agent the few things that it must not have to ask for: the first step, and an exception."""
+
+    def __init__(self, fd: int, request: messages.ForkWorker) -> None:
+        self._fd = fd
+        self._request = request
+        self._modules_before = set(sys.modules)
+
+    def watch_steps(self, beacon: Beacon) -> None:
+        """Count optimizer steps through torch's public hook; the first one is also reported."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        step_done = beacon.step_done
+
+        def after_step(*_: Any) -> None:
+            if step_done() == 1:
+                self._first_step()
+
+        register_optimizer_step_post_hook(after_step)
+
+    def raised(self, failure: BaseException) -> None:
+        told = errors.describe(failure)
+        errors.leave_error_file(told)
+        self._send(
+            messages.Raised(
+                rank=self._request.rank,
+                generation=self._request.generation,
+                at_s=time.monotonic(),
+                headline=told.headline,
+                traceback=told.traceback,
+                where=told.where,
+                distributed=told.distributed,
+                out_of_memory=told.out_of_memory,
+            )
+        )
+
+    def _first_step(self) -> None:
+        modules = programs.installed_modules(self._modules_before) if self._request.slot == 0 else ()
+        self._send(messages.Stepped(self._request.rank, self._request.generation, time.monotonic(), modules))
+
+    def _send(self, report: messages.Message) -> None:
+        # The agent may be gone, or far behind; neither is a reason to fail a rank.
+        with contextlib.suppress(OSError):
+            os.write(self._fd, msgspec.msgpack.encode(report))
+
+
+def _exec(command: messages.Command) -> NoReturn:
+    """Start another program in this process. Unlike Python, it must not inherit SIGPIPE ignored."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvpe(command.argv[0], list(command.argv), os.environ)
+    except OSError as failure:
+        print(f"holdfast: cannot run {command.argv[0]}: {failure.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(failure, FileNotFoundError) else 126)
+
+
+def _bind(request: messages.ForkWorker) -> None:
+    """Keep this rank on the CPUs near its GPU, by torch's own rules."""
+    if request.numa is None:
+        return
+    from torch.numa import binding
+
+    binding._maybe_apply_numa_binding_to_current_process(
+        gpu_index=request.slot, numa_options=binding.NumaOptions(binding.AffinityMode(request.numa))
+    )
+
+
+def _take_fresh_randomness() -> None:
+    """A cold process starts every generator from the system's entropy; a fork would share its zygote's."""
+    random.seed()
+    sys.modules["torch"].default_generator.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()

@@ -1,0 +1,110 @@
+"""Running a user's program in this very process: a script, a module or a function, each as its own `__main__`."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.machinery
+import io
+import os
+import pickle
+import runpy
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable
+from multiprocessing import spawn
+
+from holdfast.wire import messages
+
+
+def run(program: messages.Program, rank: int) -> None:
+    match program:
+        case messages.Script(path=path, args=args):
+            _run_script(path, args)
+        case messages.Module(name=name, args=args):
+            _run_module(name, args)
+        case messages.Function(path=path):
+            _run_function(path, rank)
+
+
+def _run_script(path: str, args: tuple[str, ...]) -> None:
+    """What `python path args` does."""
+    path = os.path.abspath(path)
+    sys.argv = [path, *args]
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        with contextlib.suppress(ValueError, OSError):
+            if _is_archive(path):
+                runpy.run_path(path, run_name="__main__")
+                return
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main = _new_main()
+    main.__file__ = path
+    main.__dict__["__cached__"] = None
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec")
+    exec(code, main.__dict__)
+
+
+def _is_archive(path: str) -> bool:
+    """A directory or zip file with a `__main__.py`."""
+    import zipfile
+
+    return os.path.isdir(path) or zipfile.is_zipfile(path)
+
+
+def _run_module(name: str, args: tuple[str, ...]) -> None:
+    """What `python -m name args` does."""
+    sys.argv = [name, *args]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    _new_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # the function behind `python -m`
+
+
+def _run_function(path: str, rank: int) -> None:
+    """Call a pickled function and leave what it returns. The file is private to the user who started the job."""
+    with open(path, "rb") as payload:
+        preparation: dict[str, object] = pickle.load(payload)
+        spawn.prepare(preparation)
+        function, args, kwargs = pickle.load(payload)
+    value = function(*args, **kwargs)
+    result = os.path.join(os.path.dirname(path), f"result-{rank}")
+    try:
+        dump = pickle.dumps(value)
+    except Exception as unpicklable:
+        kind = type(value).__name__
+        raise TypeError(f"rank {rank} returned a {kind} that cannot be sent back: {unpicklable}") from None
+    with open(result + ".part", "wb") as file:
+        file.write(dump)
+    os.replace(result + ".part", result)
+
+
+def _new_main() -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    return main
+
+
+def installed_modules(since: set[str]) -> tuple[str, ...]:
+    """The installed modules imported since, in order. The user's own files are not among them: they may read the rank
+    from the environment as they are imported, and they may change between two worlds."""
+    roots = _installed_roots()
+    return tuple(name for name, module in list(sys.modules.items()) if name not in since and _under(module, roots))
+
+
+def _installed_roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    roots: Iterable[str] = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]]
+    user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
+    return tuple(os.path.realpath(root) + os.sep for root in [*roots, *([user] if user else [])])
+
+
+def _under(module: object, roots: tuple[str, ...]) -> bool:
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    return isinstance(origin, str) and os.path.realpath(origin).startswith(roots)
