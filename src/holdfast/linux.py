@@ -1,4 +1,4 @@
-"""The few things of Linux that Python has no word for: parent-death signals, subreapers, process titles, process trees."""
+"""What Python has no word for on Linux: parent-death signals, subreapers, process titles, process trees."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def _prctl(option: int, value: object) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
+def read(path: str) -> str:
+    """A file of /proc or /sys, whole."""
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when `parent` ends; end now if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -40,7 +46,7 @@ def adopt_orphans(adopt: bool = True) -> bool:
 def set_title(title: str) -> None:
     """Make `ps` and `top` show `title`. It is written over the original command line, so it is cut to that length."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+        fields = read("/proc/self/stat").rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])
         if end > start:
             text = title.encode()[: end - start - 1]
@@ -54,7 +60,7 @@ def children(pid: int) -> list[int]:
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += map(int, open(f"/proc/{pid}/task/{thread}/children").read().split())
+                found += map(int, read(f"/proc/{pid}/task/{thread}/children").split())
     except (FileNotFoundError, ProcessLookupError):
         return []
     return found
@@ -70,7 +76,7 @@ def descendants(pid: int) -> Iterator[int]:
 def state(pid: int) -> str:
     """The one-letter state of a process (R, S, D, T, Z, ...), or '' when it is gone."""
     try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError, IndexError):
         return ""
 

@@ -1,4 +1,4 @@
-"""The agent: the shell around `control.job`. It turns what happens on this node into events, and actions into effects."""
+"""The agent: the shell around `control.job`. What happens on this node becomes events; actions become effects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from holdfast.agent.helpers import Helpers
 from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs, std_of
 from holdfast.agent.memory import OomWatch
 from holdfast.agent.options import Options
+from holdfast.agent.records import Records
+from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.world import RunningWorld
 from holdfast.control import job as jobs
 from holdfast.control import restarts
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
 from holdfast.control.incidents import Incident
 from holdfast.control.worlds import World, worker_env
-from holdfast.observe import error_file, explain, torchelastic
-from holdfast.observe.events import EventLog, Sink, now_iso
+from holdfast.observe import error_file, torchelastic
+from holdfast.observe.events import Sink
 from holdfast.wire import messages
 
 
@@ -66,7 +68,6 @@ class Agent:
         self._job: jobs.Job | None = None
         self._world: RunningWorld | None = None
         self._destinations: dict[int, Destination] = {}
-        self._incidents: list[Incident] = []
         self._helpers_ready = False
         self._waiting: Callable[[], None] | None = None  # a launch that waits for the last store keeper to be gone
         self._stop_signal: int | None = None
@@ -80,9 +81,8 @@ class Agent:
     async def run(self) -> Result:
         """Run the job to its end. Raises `Refused` before any worker has started."""
         loop = self._loop = asyncio.get_running_loop()
-        self._started_s = time.monotonic()
         self._finished: asyncio.Future[jobs.Finish] = loop.create_future()
-        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready = asyncio.Event()
         self._stdout, self._stderr = Console(1, loop), Console(2, loop)
         self._oom = OomWatch()
         adopted = linux.adopt_orphans()
@@ -118,21 +118,22 @@ class Agent:
     async def _set_up(self) -> None:
         options = self._options
         self._listener = preflight.listen(options.master_addr, options.master_port)
-        self._run_dir = preflight.open_run_directory(options)
+        run_dir = preflight.open_run_directory(options)
         try:
-            await self._begin(options)
+            await self._begin(options, run_dir)
         except preflight.Refused:
-            self._run_dir.discard_if_temporary()
+            run_dir.discard_if_temporary()
             raise
 
-    async def _begin(self, options: Options) -> None:
+    async def _begin(self, options: Options, run_dir: RunDirectory) -> None:
         sinks = [*self._sinks]
         if options.event_handler == "console":
             sinks.append(torchelastic.ConsoleSink(options.run_id, options.role, self._stderr.write))
-        self._events = EventLog(self._run_dir.join("events.jsonl"), sinks, self.say)
+        self._records = Records(run_dir, sinks, self.say)
+        self._events = self._records.events
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._plumbing = Plumbing(self._loop, self._stdout, self._stderr, self.say, template, options.filters)
-        redirected = (self._run_dir.path, options.redirects, options.tee, options.local_ranks)
+        redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks)
         self._logs = self._own_logs or TorchrunLogs(*redirected)
         nproc = options.nproc if isinstance(options.nproc, int) else await self._count(options.nproc)
         if options.virtual_local_rank:
@@ -158,7 +159,8 @@ class Agent:
         return env
 
     async def _count(self, kind: str) -> int:
-        await asyncio.wait([self._ready, self._finished], return_when=asyncio.FIRST_COMPLETED)
+        self._finished.add_done_callback(lambda _: self._ready.set())
+        await self._ready.wait()
         if self._finished.done():
             raise preflight.Refused(self._finished.result().reason)
         count = await preflight.count_devices(self._helpers, kind)
@@ -225,8 +227,7 @@ class Agent:
             self._events.emit("zygote.grown", pid=ready.pid, refused=ready.refused)
             return
         self._helpers_ready = True
-        if not self._ready.done():
-            self._ready.set_result(None)
+        self._ready.set()
         self._advance(jobs.HelpersReady())
 
     def _helpers_lost(self, what: str) -> None:
@@ -279,12 +280,9 @@ class Agent:
                     self._close_world()
                     self._helpers.clear_leftovers()
                 case jobs.Opened(incident=incident):
-                    self._record(incident, "incident.opened")
-                    self.say(*explain.opened(incident))
+                    self._records.opened(incident)
                 case jobs.Closed(incident=incident):
-                    self._incidents.append(incident)
-                    self._record(incident, "incident.closed")
-                    self.say(*explain.closed(incident))
+                    self._records.closed(incident)
                 case jobs.Finish():
                     if not self._finished.done():
                         self._finished.set_result(action)
@@ -325,7 +323,7 @@ class Agent:
 
     def _start_ranks(self, running: RunningWorld, destinations: dict[int, Destination], filtered: str = "") -> None:
         self._destinations = destinations
-        folder = filtered or self._run_dir.join(f"attempt_{running.world.generation}") or ""
+        folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
         running.launch(self._options, self._env, destinations, self._plumbing, folder, self._threads)
 
     async def _start_ranks_as_planned(self, running: RunningWorld, plugin: str) -> None:
@@ -358,45 +356,17 @@ class Agent:
             self._keeper_alive = not self._world.keeper_gone
             self._world = None
 
-    # -- what is written down -----------------------------------------------------------------------------------------
-
-    def _record(self, incident: Incident, event: str) -> None:
-        """One file per incident, rewritten when what it cost is known."""
-        record = {
-            **msgspec.to_builtins(incident),
-            "time": now_iso(),
-            "phases_s": incident.phases_s(),
-            "lost_s": incident.lost_s,
-        }
-        self._events.emit(event, **record)
-        if (path := self._run_dir.join("incidents", f"{incident.number:04}.json")) is not None:
-            try:
-                with open(path + ".part", "wb") as file:
-                    file.write(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-                os.replace(path + ".part", path)
-            except OSError as failure:
-                self.say(f"cannot write {path}: {failure.strerror}")
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _conclude(self, finish: jobs.Finish) -> Result:
         """Everything is down: tell how it went."""
-        wall_s = time.monotonic() - self._started_s
         steps = self._job.steps if self._job is not None else 0
-        lost_s = sum(incident.lost_s for incident in self._incidents)
-        outcome = finish.kind.value if finish.kind is not None else "succeeded"
-        self._events.emit("job.ended", outcome=outcome, reason=finish.reason, steps=steps, wall_s=wall_s, lost_s=lost_s)
-        self._events.close()
-        last = self._incidents[-1] if self._incidents else None
-        if finish.kind is not None and last is not None and not last.restarted:
-            self.say(*explain.given_up(last, self._run_dir.path))
+        last = self._records.conclude(finish.kind, finish.reason, steps)
+        if last is not None:
             error_file.forward(self._error_file_of(last.rank), last.status)
-        elif finish.kind is not None:
-            self.say(finish.reason)
-        if self._incidents:
-            self.say(*explain.summary(steps, self._incidents, wall_s))
-        else:
-            self._run_dir.discard_if_temporary()
         exits = self._job.exits if self._job is not None else ()
-        return Result(finish.kind, finish.reason, tuple(self._incidents), exits, self._run_dir.path)
+        incidents = tuple(self._records.incidents)
+        return Result(finish.kind, finish.reason, incidents, exits, self._records.run_dir.path)
 
     def _error_file_of(self, rank: int | None) -> str:
         return self._destinations[rank].error_file if rank in self._destinations else ""

@@ -98,7 +98,7 @@ class Helpers:
     # -- leftovers ----------------------------------------------------------------------------------------------------
 
     def clear_leftovers(self) -> None:
-        """End what the last world's workers left running. Called before the next world starts, so nothing is its own."""
+        """End what the last world's workers left running. Called before the next world starts, so none is its own."""
         zygotes = {zygote.pid for zygote in self._all_zygotes()}
         if self._janitor is None or 0 in zygotes:
             return  # one has not said yet who it is; the next world's end, or the janitor's, comes after it has
@@ -239,8 +239,8 @@ class Helpers:
 
 def _end_orphans_of_this_process(env: Mapping[str, str]) -> None:
     """After the janitor was killed: its orphans are ours now. Only those of this job, known by their environment."""
-    mark = f"HOLDFAST_JOB={env['HOLDFAST_JOB']}".encode()
+    mark = f"HOLDFAST_JOB={env['HOLDFAST_JOB']}"
     for pid in list(linux.descendants(os.getpid())):
         with contextlib.suppress(OSError):
-            if mark in open(f"/proc/{pid}/environ", "rb").read().split(b"\0"):
+            if mark in linux.read(f"/proc/{pid}/environ").split("\0"):
                 linux.signal_all([pid], signal.SIGKILL)

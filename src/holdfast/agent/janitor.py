@@ -60,7 +60,7 @@ def _watch(agent: int, lifeline_fd: int) -> None:
 
 
 def _end_all(wakeup_r: int) -> None:
-    """The zygotes have lost their agent too, and end at once with their workers. What those leave gets half a second."""
+    """The zygotes have lost their agent too and end with their workers. What those leave gets half a second."""
     poll = select.poll()
     poll.register(wakeup_r, select.POLLIN)
     for signum, wait_s in ((0, ORPHAN_EXIT_S), (signal.SIGTERM, ORPHAN_TERM_S), (signal.SIGKILL, 2.0)):

@@ -1,4 +1,4 @@
-"""Where the output of a world goes: torchrun's log tree, but one directory per generation, never deleted by a restart."""
+"""Where a world's output goes: torchrun's log tree, but a directory per generation, never deleted by a restart."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ import contextlib
 import os
 import re
 
+from holdfast import linux
+
 _KILLED = re.compile(rb"Killed process (\d+)")
 
 
 class OomWatch:
-    """Looks at what the kernel has to say since this was made. Both sources may be closed to us; then it knows nothing."""
+    """Reads what the kernel has said since this was made. Both sources may be closed to us; then it knows nothing."""
 
     def __init__(self) -> None:
         self._log_fd = -1
@@ -50,7 +52,7 @@ class OomWatch:
 def _counter_path() -> str:
     """The file that counts OOM kills in our control group, of either version."""
     with contextlib.suppress(OSError):
-        for line in open("/proc/self/cgroup").read().splitlines():
+        for line in linux.read("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             for candidate in (
                 f"/sys/fs/cgroup/memory{path}/memory.oom_control" if "memory" in controllers.split(",") else "",
@@ -64,7 +66,7 @@ def _counter_path() -> str:
 def _read_counter(path: str) -> int:
     if path:
         with contextlib.suppress(OSError, ValueError):
-            for line in open(path).read().splitlines():
+            for line in linux.read(path).splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0

@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 1 << 16
 
 
 class LogFile:
-    """A file that may become unwritable. It says so once, counts what was lost, and goes on when there is room again."""
+    """A file that may become unwritable: it says so once, counts what is lost, and goes on when there is room."""
 
     def __init__(self, path: str, complain: Callable[[str], None]) -> None:
         self.path = path

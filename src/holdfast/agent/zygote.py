@@ -165,7 +165,7 @@ def _run_worker(request: messages.ForkWorker, fds: list[int]) -> None:
 
 def _keep_store(request: messages.ForkKeeper, listener: int) -> None:
     """Hold one TCPStore for one world until the agent ends this process."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     linux.set_title(f"holdfast store of generation {request.generation}")
     store = TCPStore(request.host, request.port, is_master=True, wait_for_workers=False, master_listen_fd=listener)

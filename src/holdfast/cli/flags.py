@@ -1,4 +1,4 @@
-"""The flags of `holdfast run`: all of torchrun 2.13's, with its defaults, spellings and PET_* variables, and our own."""
+"""The flags of `holdfast run`: all of torchrun 2.13's, with its defaults, spellings and variables, and our own."""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ from holdfast.wire.messages import Command, Module, Program, Script
 
 # What torch's rendezvous backends understand (2.13).
 RDZV_KEYS = (
-    "join_timeout last_call_timeout close_timeout heartbeat_timeout keep_alive_interval keep_alive_max_attempt "
-    "store_type read_timeout is_host timeout rank protocol cacert ssl_cert ssl_cert_key min_workers max_workers"
-).split()
+    *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval"),
+    *("keep_alive_max_attempt", "store_type", "read_timeout", "is_host", "timeout", "rank"),
+    *("protocol", "cacert", "ssl_cert", "ssl_cert_key", "min_workers", "max_workers"),
+)
 
 
 class Usage(Exception):

@@ -39,8 +39,8 @@ class Incident(msgspec.Struct, frozen=True):
     recovered_at_s: float | None = None
 
     @property
-    def who(self) -> str:
-        return "holdfast" if self.rank is None else f"rank {self.rank}"
+    def what(self) -> str:
+        return self.headline if self.rank is None else f"rank {self.rank}: {self.headline}"
 
     def phases_s(self) -> dict[str, float]:
         """Where the time went. The phases that have ended, in order; they add up to `lost_s`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,6 +12,8 @@ from holdfast.control import incidents
 from holdfast.control.causes import Kind, RankExit, blame, signal_name
 from holdfast.control.incidents import Incident
 from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart, decide_unless_same_error
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 # How long after SIGKILL a process may take to go before the job ends without it. Only one in an uninterruptible
 # system call, state D, takes more than a moment, and it holds what a successor would need.
@@ -222,8 +224,8 @@ def _settle(job: Job, now_s: float, decide: Decide) -> Outcome:
     job = _end_world(job)
     cleared: list[Action] = [ClearLeftovers()]
     if job.stop_signal is not None:
-        job, actions = _close_incident(job)
         told = f"stopped by {signal_name(job.stop_signal)}"
+        job, actions = _close_incident(job)
         return _finish(job, cleared + actions, Kind.PREEMPTED, told)
     if job.keeper_lost_at_s is not None:
         opened = _of_launcher(job, "the store keeper was killed", job.keeper_lost_at_s)
@@ -341,5 +343,5 @@ def _where(exit: RankExit) -> str:
     return exit.raised.where if exit.raised is not None else ""
 
 
-def _with(value: Any, **changes: Any) -> Any:
+def _with(value: S, **changes: Any) -> S:
     return msgspec.structs.replace(value, **changes)

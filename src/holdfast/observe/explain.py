@@ -17,7 +17,7 @@ def opened(incident: Incident) -> list[str]:
         else ""
     )
     process = f" (pid {incident.pid}, {incident.uptime_s:.1f} s into generation {incident.generation})"
-    lines = [f"{incident.who}: {incident.headline}{at}{process if incident.pid else ''}"]
+    lines = [f"{incident.what}{at}{process if incident.pid else ''}"]
     if incident.followers:
         lines.append("  then " + _followers(incident))
     verb = "" if incident.restarted else "giving up: "
@@ -34,7 +34,7 @@ def closed(incident: Incident) -> list[str]:
 
 def given_up(incident: Incident, run_dir: str | None) -> list[str]:
     """All that is known about the failure that ended the job."""
-    lines = [f"the job failed: {incident.who}: {incident.headline}"]
+    lines = [f"the job failed: {incident.what}"]
     body = incident.traceback.rstrip().splitlines() or list(incident.stderr_tail[-STDERR_LINES:])
     if body:
         lines.append("  its traceback:" if incident.traceback else "  the last lines of its stderr:")

@@ -12,27 +12,27 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 # -- what a worker is to run ------------------------------------------------------------------------------------------
 
 
-class Script(Message):
+class Script(Message, frozen=True):
     """`python path args`, in a process that has torch already."""
 
     path: str
     args: tuple[str, ...] = ()
 
 
-class Module(Message):
+class Module(Message, frozen=True):
     """`python -m name args`."""
 
     name: str
     args: tuple[str, ...] = ()
 
 
-class Command(Message):
+class Command(Message, frozen=True):
     """Any program, started by exec."""
 
     argv: tuple[str, ...]
 
 
-class Function(Message):
+class Function(Message, frozen=True):
     """A pickled call in a private file; the result of rank N is left beside it as `result-N`."""
 
     path: str
@@ -44,7 +44,7 @@ Program = Script | Module | Command | Function
 # -- agent to zygote --------------------------------------------------------------------------------------------------
 
 
-class ForkWorker(Message):
+class ForkWorker(Message, frozen=True):
     """Start one rank. Descriptors: report, beacon, then those of `stdio` in order."""
 
     token: int
@@ -60,7 +60,7 @@ class ForkWorker(Message):
     numa: str | None = None
 
 
-class ForkKeeper(Message):
+class ForkKeeper(Message, frozen=True):
     """Start the store keeper of a world. Descriptor: the bound, listening socket."""
 
     token: int
@@ -69,14 +69,14 @@ class ForkKeeper(Message):
     generation: int
 
 
-class CountDevices(Message):
+class CountDevices(Message, frozen=True):
     """Say how many ranks `kind` (cpu, gpu, xpu, auto, a backend's name) means here. Descriptor: where to answer."""
 
     token: int
     kind: str
 
 
-class PlanLogs(Message):
+class PlanLogs(Message, frozen=True):
     """Ask the named `torchrun.logs_specs` plug-in where the streams of a world go."""
 
     plugin: str
@@ -87,14 +87,14 @@ class PlanLogs(Message):
     envs: dict[int, dict[str, str]]
 
 
-class Grow(Message):
+class Grow(Message, frozen=True):
     """Fork a new zygote that also holds these modules. Descriptor: the new zygote's channel."""
 
     modules: tuple[str, ...]
     janitor: int
 
 
-class Retire(Message):
+class Retire(Message, frozen=True):
     """Fork nothing more; end when the last child has."""
 
 
@@ -104,7 +104,7 @@ ToZygote = ForkWorker | ForkKeeper | CountDevices | PlanLogs | Grow | Retire
 # -- zygote to agent --------------------------------------------------------------------------------------------------
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """This zygote can fork. `refused` maps a module it would not keep to the reason."""
 
     pid: int
@@ -112,24 +112,24 @@ class Ready(Message):
     refused: dict[str, str] = {}
 
 
-class Growing(Message):
+class Growing(Message, frozen=True):
     """A zygote-to-be says who it is before it imports anything."""
 
     pid: int
 
 
-class NotReady(Message):
+class NotReady(Message, frozen=True):
     """This zygote cannot start, for a reason that is the user's to mend."""
 
     reason: str
 
 
-class Forked(Message):
+class Forked(Message, frozen=True):
     token: int
     pid: int
 
 
-class Exited(Message):
+class Exited(Message, frozen=True):
     """A child is gone; `status` is its exit code, or minus the signal that ended it."""
 
     pid: int
@@ -137,7 +137,7 @@ class Exited(Message):
     at_s: float
 
 
-class LogsPlanned(Message):
+class LogsPlanned(Message, frozen=True):
     """Paths by local rank, as torch's `LogsDest` has them; '' is the console."""
 
     stdouts: dict[int, str]
@@ -156,7 +156,7 @@ FromZygote = Ready | Growing | NotReady | Forked | Exited | LogsPlanned
 # -- worker to agent, on the world's report socket --------------------------------------------------------------------
 
 
-class Stepped(Message):
+class Stepped(Message, frozen=True):
     """A rank finished its first optimizer step; `modules` are the installed modules it imported since the fork."""
 
     rank: int
@@ -165,7 +165,7 @@ class Stepped(Message):
     modules: tuple[str, ...] = ()
 
 
-class Raised(Message):
+class Raised(Message, frozen=True):
     """A rank's program ended in an exception."""
 
     rank: int
@@ -178,7 +178,7 @@ class Raised(Message):
     out_of_memory: bool = False
 
 
-class Counted(Message):
+class Counted(Message, frozen=True):
     """The answer to `CountDevices`: a number, or the reason there is none."""
 
     token: int

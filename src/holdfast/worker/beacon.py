@@ -1,7 +1,7 @@
 """A rank's beacon: one page of shared memory in which it leaves its progress, without a system call.
 
-The agent makes one anonymous file (memfd) per world, a page for each of its ranks, and reads a page whenever it wants to
-know. Every field is eight aligned bytes with a single writer, so a reader never sees half of one.
+The agent makes one anonymous file (memfd) per world, a page for each of its ranks, and reads a page whenever it wants
+to know. Every field is eight aligned bytes with a single writer, so a reader never sees half of one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,157 @@
+"""`holdfast.launch`: a Python function on several ranks, from a script, a test or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn
+from typing import Any
+
+from holdfast.agent.agent import Agent, Result
+from holdfast.agent.logs import Logs
+from holdfast.agent.options import Options
+from holdfast.control.restarts import Decide
+from holdfast.observe import explain
+from holdfast.observe.events import Event
+from holdfast.wire.messages import Command, Function, Program
+
+
+class JobFailed(Exception):
+    """A job ended without success. `errors` has, by rank, what each failed rank of the last world ended with."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.errors: dict[int, str] = {
+            exit.rank: exit.raised.traceback if exit.raised is not None else exit.headline
+            for exit in sorted(result.exits, key=lambda exit: exit.rank)
+            if exit.is_failure
+        }
+        last = result.incidents[-1] if result.incidents and not result.incidents[-1].restarted else None
+        lines = explain.given_up(last, result.run_dir) if last is not None else [result.reason]
+        for rank, error in self.errors.items():
+            if last is None or rank != last.rank:
+                lines += [f"  rank {rank}:", *(f"    {line}" for line in error.rstrip().splitlines())]
+        super().__init__("\n".join(lines))
+
+
+def launch(
+    function: Callable[..., Any] | Sequence[str],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nproc: int | str = 1,
+    max_restarts: int = 0,
+    run_id: str | None = None,
+    role: str = "default",
+    log_dir: str | None = None,
+    redirects: int | Mapping[int, int] = 0,
+    tee: int | Mapping[int, int] = 0,
+    shutdown_timeout_s: float = 30.0,
+    retry_same_error: bool = False,
+    virtual_local_rank: bool = False,
+    numa_binding: str | None = None,
+    logs: Logs | None = None,
+    decide: Decide | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    quiet: bool = False,
+) -> dict[int, Any]:
+    """Call `function(*args, **kwargs)` on `nproc` ranks and return what each returned, by rank.
+
+    Every rank has torchrun's environment, so `init_process_group()` works as it is. A failed rank restarts all of them,
+    at most `max_restarts` times; then `JobFailed` tells every rank's error. `function` may also be a command, a list of
+    strings; its ranks return None.
+
+    Three things can be replaced: where output goes (`logs`, an object with a `place` method), whether a failure leads
+    to a restart (`decide`, from the history and the failure to `Restart` or `GiveUp`), and who hears of events
+    (`on_event`). They are plain Python, called in this process.
+    """
+    private = tempfile.mkdtemp(prefix="holdfast_call_")
+    try:
+        program: Program
+        if callable(function):
+            program = Function(os.path.join(private, "call"))
+            with open(program.path, "wb") as file:
+                file.write(_pickle_call(function, tuple(args), dict(kwargs or {})))
+        else:
+            program = Command((*function, *map(str, args)))
+        options = Options(
+            program=program,
+            nproc=nproc,
+            max_restarts=max_restarts,
+            run_id=run_id or str(uuid.uuid4()),
+            role=role,
+            log_dir=log_dir,
+            redirects=redirects,
+            tee=tee,
+            shutdown_timeout_s=shutdown_timeout_s,
+            retry_same_error=retry_same_error,
+            virtual_local_rank=virtual_local_rank,
+            numa_binding=numa_binding,
+        )
+        sinks = (on_event,) if on_event is not None else ()
+        result = _run_beside(Agent(options, logs=logs, decide=decide, sinks=sinks, quiet=quiet))
+        if result.kind is not None:
+            raise JobFailed(result)
+        ranks = sorted(exit.rank for exit in result.exits)
+        return {rank: _load_result(private, rank) if callable(function) else None for rank in ranks}
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _run_beside(agent: Agent) -> Result:
+    """Run the agent in a thread with a loop of its own: a notebook's main thread has one already."""
+    outcome: list[Result | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(agent.run()))
+        except BaseException as failure:
+            outcome.append(failure)
+
+    thread = threading.Thread(target=run, name="holdfast-agent")
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            agent.request_stop(signal.SIGINT)
+    [end] = outcome
+    if isinstance(end, BaseException):
+        raise end
+    return end
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The call, behind what a fresh process needs to load it: the path, and the script that is `__main__` here."""
+    preparation = {
+        key: value
+        for key, value in spawn.get_preparation_data("holdfast").items()
+        if key in ("sys_path", "dir", "init_main_from_path", "init_main_from_name")
+    }
+    by_reference = "<locals>" not in function.__qualname__ and "<lambda>" not in function.__qualname__
+    if function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        by_reference = False
+    if by_reference:
+        return pickle.dumps(preparation) + pickle.dumps((function, args, kwargs))
+    try:
+        import cloudpickle
+    except ImportError:
+        raise TypeError(
+            f"{function.__qualname__} is defined in a notebook or inside another function; "
+            "to send it to ranks, pip install 'holdfast[notebook]', or move it to the top of a module"
+        ) from None
+    preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
+    return pickle.dumps(preparation) + bytes(cloudpickle.dumps((function, args, kwargs)))
+
+
+def _load_result(private: str, rank: int) -> Any:
+    with open(os.path.join(private, f"result-{rank}"), "rb") as file:
+        return pickle.load(file)

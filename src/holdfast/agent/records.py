@@ -1,0 +1,70 @@
+"""What a run leaves behind and what it says: events, incidents, and the words for both."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.agent.rundir import RunDirectory
+from holdfast.control.causes import Kind
+from holdfast.control.incidents import Incident
+from holdfast.observe import explain
+from holdfast.observe.events import EventLog, Sink, now_iso
+
+Say = Callable[..., None]
+
+
+class Records:
+    def __init__(self, run_dir: RunDirectory, sinks: list[Sink], say: Say) -> None:
+        self.run_dir = run_dir
+        self.events = EventLog(run_dir.join("events.jsonl"), sinks, say)
+        self.incidents: list[Incident] = []  # the closed ones
+        self._say = say
+        self._started_s = time.monotonic()
+
+    def opened(self, incident: Incident) -> None:
+        self._write(incident, "incident.opened")
+        self._say(*explain.opened(incident))
+
+    def closed(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+        self._write(incident, "incident.closed")
+        self._say(*explain.closed(incident))
+
+    def conclude(self, kind: Kind | None, reason: str, steps: int) -> Incident | None:
+        """Tell how the job went; returns the incident that ended it, if one did."""
+        wall_s = time.monotonic() - self._started_s
+        lost_s = sum(incident.lost_s for incident in self.incidents)
+        outcome = kind.value if kind is not None else "succeeded"
+        self.events.emit("job.ended", outcome=outcome, reason=reason, steps=steps, wall_s=wall_s, lost_s=lost_s)
+        self.events.close()
+        last = self.incidents[-1] if self.incidents and not self.incidents[-1].restarted else None
+        if last is not None:
+            self._say(*explain.given_up(last, self.run_dir.path))
+        elif kind is not None:
+            self._say(reason)
+        if self.incidents:
+            self._say(*explain.summary(steps, self.incidents, wall_s))
+        else:
+            self.run_dir.discard_if_temporary()
+        return last
+
+    def _write(self, incident: Incident, event: str) -> None:
+        """One file per incident, rewritten when what it cost is known."""
+        record = {
+            **msgspec.to_builtins(incident),
+            "time": now_iso(),
+            "phases_s": incident.phases_s(),
+            "lost_s": incident.lost_s,
+        }
+        self.events.emit(event, **record)
+        if (path := self.run_dir.join("incidents", f"{incident.number:04}.json")) is not None:
+            try:
+                with open(path + ".part", "wb") as file:
+                    file.write(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+                os.replace(path + ".part", path)
+            except OSError as failure:
+                self._say(f"cannot write {path}: {failure.strerror}; training goes on")
