@@ -28,7 +28,7 @@ class Zygote:
         self.link: channel.Channel[messages.FromZygote] = channel.Channel(sock, messages.FromZygote)
         self.link.setblocking(False)
         self.pid = 0
-        self.retired = False
+        self.done = False  # it has nothing more to report
 
 
 class Helpers:
@@ -174,15 +174,18 @@ class Helpers:
             if received is None:
                 return
             message, _ = received
-            if isinstance(message, messages.Ready):
-                zygote.pid = message.pid
+            match message:
+                case messages.Ready(pid=pid):
+                    zygote.pid = pid
+                case messages.Retired():
+                    zygote.done = True
             self._on_message(message)
 
     def _zygote_ended(self, zygote: Zygote) -> None:
         self._detach(zygote)
         if zygote in self._zygotes:
             self._zygotes.remove(zygote)
-        if not zygote.retired:
+        if not zygote.done:
             self._lost("the zygote was killed")
 
     def _janitor_ended(self) -> None:
@@ -227,7 +230,6 @@ class Helpers:
         self._growing = None
         self._loop.remove_reader(zygote.link.fileno())
         for old in self._zygotes:
-            old.retired = True
             with contextlib.suppress(channel.ChannelClosed):
                 old.link.send(messages.Retire())
         self._attach(zygote)

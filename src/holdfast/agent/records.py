@@ -27,7 +27,8 @@ class Records:
 
     def opened(self, incident: Incident) -> None:
         self._write(incident, "incident.opened")
-        self._say(*explain.opened(incident))
+        if incident.restarted:
+            self._say(*explain.opened(incident))
 
     def closed(self, incident: Incident) -> None:
         self.incidents.append(incident)

@@ -33,7 +33,7 @@ PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp")
 def main(channel_fd: int, extra: tuple[str, ...] = ()) -> None:
     """Serve until the agent is gone. Returns only in a child, when its work is done."""
     link: channel.Channel[messages.ToZygote] = channel.Channel(channel.adopt(channel_fd), messages.ToZygote)
-    linux.set_title("holdfast zygote")
+    linux.set_title("holdfast zygote" if not extra else "holdfast zygote-to-be")
     gc.disable()  # imports make no garbage worth 0.4 s of collections
     if extra:
         link.send(messages.Growing(os.getpid()))
@@ -48,6 +48,7 @@ def main(channel_fd: int, extra: tuple[str, ...] = ()) -> None:
         refused = {}
     gc.freeze()  # a collection in a child would otherwise write to, and so copy, every page of these objects
     _settle_threads()
+    linux.set_title("holdfast zygote")
     link.send(messages.Ready(os.getpid(), str(sys.modules["torch"].__version__), refused))
     work = Zygote(link).serve()
     work()
@@ -82,6 +83,7 @@ class Zygote:
                 if received is not None and (work := self._handle(*received)) is not None:
                     return work
             if self._retired and not self._children:
+                self._link.send(messages.Retired())
                 os._exit(0)
 
     def _handle(self, request: messages.ToZygote, fds: list[int]) -> Work | None:
@@ -98,6 +100,7 @@ class Zygote:
                 return self._grow(request, fds)
             case messages.Retire():
                 self._retired = True
+                linux.set_title("holdfast retired zygote")
         return None
 
     def _fork(self, token: int, fds: list[int], work: Work) -> Work | None:

@@ -291,7 +291,9 @@ def _of_launcher(job: Job, what: str, failed_at_s: float) -> Incident:
 
 def _stop_requested(job: Job, now_s: float, signum: int) -> Outcome:
     if job.stop_signal is not None:
-        return job, [Signal(tuple(sorted(job.live)), signal.SIGKILL, "told to stop a second time")]
+        # A second Ctrl-C means now. Schedulers repeat SIGTERM while ranks save their state; that must not cut it short.
+        again = signal.SIGKILL if signum == signal.SIGINT else signum
+        return job, [Signal(tuple(sorted(job.live)), again, f"holdfast got {signal_name(signum)} while stopping")]
     job = _with(job, stop_signal=signum)
     if not job.live:
         job, actions = _close_incident(job)

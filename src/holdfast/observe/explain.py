@@ -8,7 +8,7 @@ STDERR_LINES = 12
 
 
 def opened(incident: Incident) -> list[str]:
-    """The lines for a failure that is being answered."""
+    """The lines for a failure that is answered with a restart."""
     at = (
         f" at step {incident.steps}"
         if incident.steps
@@ -20,8 +20,7 @@ def opened(incident: Incident) -> list[str]:
     lines = [f"{incident.what}{at}{process if incident.pid else ''}"]
     if incident.followers:
         lines.append("  then " + _followers(incident))
-    verb = "" if incident.restarted else "giving up: "
-    lines.append(f"  {verb}{incident.action}")
+    lines.append(f"  {incident.action}")
     return lines
 
 

@@ -137,6 +137,10 @@ class Exited(Message, frozen=True):
     at_s: float
 
 
+class Retired(Message, frozen=True):
+    """The last word of a zygote that was told to retire: its children have all been reported."""
+
+
 class LogsPlanned(Message, frozen=True):
     """Paths by local rank, as torch's `LogsDest` has them; '' is the console."""
 
@@ -150,7 +154,7 @@ class LogsPlanned(Message, frozen=True):
     error: str = ""
 
 
-FromZygote = Ready | Growing | NotReady | Forked | Exited | LogsPlanned
+FromZygote = Ready | Growing | NotReady | Forked | Exited | Retired | LogsPlanned
 
 
 # -- worker to agent, on the world's report socket --------------------------------------------------------------------

@@ -45,8 +45,11 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     os.close(beacon_fd)
     try:
         programs.run(request.program, request.rank)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
+    except KeyboardInterrupt as interrupt:
+        errors.show(interrupt)
+        raise SystemExit(128 + signal.SIGINT) from None
     except BaseException as failure:
         reporter.raised(failure)
         errors.show(failure)

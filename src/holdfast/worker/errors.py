@@ -53,7 +53,8 @@ def _headline(failure: BaseException) -> str:
 
 def show(failure: BaseException) -> None:
     """Print the exception as Python would have, without the frames that are ours."""
-    sys.excepthook(type(failure), failure, _users_part(failure.__traceback__))
+    failure = failure.with_traceback(_users_part(failure.__traceback__))
+    sys.excepthook(type(failure), failure, failure.__traceback__)
 
 
 def leave_error_file(told: Told) -> None:

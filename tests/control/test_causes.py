@@ -1,0 +1,148 @@
+"""Whose fault it was: the evidence of each rank, and the first cause among many."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from holdfast.control.causes import EXIT_CODES, Kind, RankExit, blame, signal_name
+from holdfast.wire.messages import Raised
+
+NCCL_SAYS = (
+    "[rank1]:[E521 10:00:00] [PG ID 0 PG GUID 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds",
+    "terminate called after throwing an instance of 'c10::DistBackendError'",
+)
+
+
+def killed(rank: int, at_s: float = 10.0, by: int = signal.SIGKILL, oom: bool = False) -> RankExit:
+    return RankExit(rank, 100 + rank, -by, at_s, oom_killed=oom)
+
+
+def exited(rank: int, code: int, at_s: float = 10.0) -> RankExit:
+    return RankExit(rank, 100 + rank, code, at_s)
+
+
+def stopped(rank: int, status: int = -signal.SIGTERM, at_s: float = 10.0) -> RankExit:
+    return RankExit(rank, 100 + rank, status, at_s, stopped=True)
+
+
+def raised(
+    rank: int,
+    headline: str = "ValueError: bad",
+    at_s: float = 10.0,
+    exited_at_s: float | None = None,
+    backend: bool = False,
+    memory: bool = False,
+) -> RankExit:
+    report = Raised(rank, 0, at_s, headline, f"Traceback ...\n{headline}\n", "train.py:3", backend, memory)
+    return RankExit(rank, 100 + rank, 1, at_s if exited_at_s is None else exited_at_s, raised=report)
+
+
+def aborted(rank: int, stderr: tuple[str, ...], at_s: float = 10.0) -> RankExit:
+    return RankExit(rank, 100 + rank, -signal.SIGABRT, at_s, stderr_tail=stderr)
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("exit", "kind", "headline"),
+    [
+        (exited(0, 3), Kind.ERROR, "exited with code 3"),
+        (raised(0, "KeyError: 'lr'"), Kind.ERROR, "KeyError: 'lr'"),
+        (raised(0, "DistBackendError: closed", backend=True), Kind.BACKEND, "DistBackendError: closed"),
+        (raised(0, "OutOfMemoryError: no", memory=True), Kind.OUT_OF_MEMORY, "OutOfMemoryError: no"),
+        (raised(0, "E: no memory", backend=True, memory=True), Kind.OUT_OF_MEMORY, "E: no memory"),
+        (killed(0), Kind.SIGNAL, "killed by SIGKILL"),
+        (killed(0, by=signal.SIGSEGV), Kind.SIGNAL, "killed by SIGSEGV"),
+        (killed(0, by=signal.SIGRTMIN + 3), Kind.SIGNAL, f"killed by signal {signal.SIGRTMIN + 3}"),
+        (killed(0, oom=True), Kind.OUT_OF_MEMORY, "killed by the kernel: out of memory (SIGKILL)"),
+        (aborted(0, NCCL_SAYS), Kind.BACKEND, "killed by SIGABRT"),
+        (aborted(0, ("Aborted by NCCL watchdog",)), Kind.BACKEND, "killed by SIGABRT"),
+        (aborted(0, ("free(): invalid pointer",)), Kind.SIGNAL, "killed by SIGABRT"),
+    ],
+    ids=str,
+)
+def test_an_end_has_a_kind_and_a_headline(exit: RankExit, kind: Kind, headline: str) -> None:
+    assert (exit.kind, exit.headline) == (kind, headline)
+
+
+def test_a_segfault_after_nccl_complained_is_a_segfault() -> None:
+    exit = RankExit(0, 100, -signal.SIGSEGV, 10.0, stderr_tail=NCCL_SAYS)
+    assert exit.kind is Kind.SIGNAL
+
+
+def test_a_failure_happened_when_it_was_raised_not_when_the_process_was_gone() -> None:
+    assert raised(0, at_s=5.0, exited_at_s=9.0).failed_at_s == 5.0
+    assert killed(0, at_s=9.0).failed_at_s == 9.0
+
+
+def test_a_rank_that_ends_because_it_was_told_to_is_no_failure() -> None:
+    assert not stopped(0).is_failure
+    assert not stopped(0, status=1).is_failure
+    assert not stopped(0, status=0).is_failure
+
+
+def test_a_rank_that_ended_well_is_no_failure() -> None:
+    assert not exited(0, 0).is_failure
+
+
+def test_unknown_signals_have_a_number() -> None:
+    assert signal_name(signal.SIGTERM) == "SIGTERM"
+    assert signal_name(99) == "signal 99"
+
+
+# -- many ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_of_equals_is_the_cause() -> None:
+    verdict = blame([killed(0, at_s=10.2), killed(1, at_s=10.1), killed(2, at_s=10.3)])
+    assert verdict.first.rank == 1
+    assert [exit.rank for exit in verdict.followers] == [0, 2]
+
+
+def test_at_the_same_time_the_lowest_rank_is_the_cause() -> None:
+    assert blame([killed(2), killed(0), killed(1)]).first.rank == 0
+
+
+def test_a_killed_rank_stands_before_peers_whose_collectives_broke_earlier() -> None:
+    broken = [raised(rank, "DistBackendError: closed", at_s=9.0 + rank / 10, backend=True) for rank in (0, 1, 3)]
+    verdict = blame([*broken, killed(2, at_s=10.0)])
+    assert verdict.first.rank == 2
+    assert [exit.rank for exit in verdict.followers] == [0, 1, 3]
+
+
+def test_an_exception_stands_before_peers_whose_collectives_broke_earlier() -> None:
+    verdict = blame([raised(0, "RuntimeError: gloo", at_s=9.0, backend=True), raised(1, at_s=9.5)])
+    assert verdict.first.rank == 1
+
+
+def test_a_rank_without_memory_stands_before_the_watchdogs_of_the_others() -> None:
+    verdict = blame([aborted(0, NCCL_SAYS, at_s=5.0), killed(1, at_s=9.0, oom=True), aborted(2, NCCL_SAYS, at_s=6.0)])
+    assert (verdict.first.rank, verdict.first.kind) == (1, Kind.OUT_OF_MEMORY)
+    assert [exit.rank for exit in verdict.followers] == [0, 2]
+
+
+def test_among_broken_collectives_the_first_is_the_cause() -> None:
+    verdict = blame([raised(0, at_s=9.2, backend=True), raised(1, at_s=9.1, backend=True)])
+    assert (verdict.first.rank, verdict.first.kind) == (1, Kind.BACKEND)
+
+
+def test_stopped_ranks_and_those_that_ended_well_are_left_out() -> None:
+    verdict = blame([stopped(0, at_s=1.0), exited(1, 0, at_s=2.0), exited(2, 1, at_s=10.0), stopped(3)])
+    assert verdict.first.rank == 2
+    assert verdict.followers == ()
+
+
+def test_without_a_failure_there_is_nobody_to_blame() -> None:
+    with pytest.raises(ValueError, match="no rank failed"):
+        blame([stopped(0), exited(1, 0)])
+
+
+# -- exit codes -------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_has_an_exit_code_of_its_own_that_no_shell_uses() -> None:
+    assert set(EXIT_CODES) == set(Kind)
+    assert sorted(EXIT_CODES.values()) == list(range(81, 89))

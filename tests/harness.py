@@ -1,0 +1,177 @@
+"""A real job under test: `holdfast run` as a child process, its ranks' news over a FIFO, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "run" / "scripts"
+TRAINS = SCRIPTS / "trains.py"
+WAIT_S = 60.0
+
+
+class News:
+    """Lines that ranks write to a FIFO as they go: JSON objects with at least rank, generation and pid."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # read-write, so that it is never at its end
+        self._rest = b""
+        self.seen: list[dict[str, Any]] = []
+        self._taken = 0
+
+    def wait(self, wanted: Callable[[dict[str, Any]], bool], wait_s: float = WAIT_S) -> dict[str, Any]:
+        """The next line that is wanted; those before it are passed over."""
+        until = time.monotonic() + wait_s
+        while True:
+            while self._taken < len(self.seen):
+                self._taken += 1
+                if wanted(self.seen[self._taken - 1]):
+                    return self.seen[self._taken - 1]
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not select.select([self._fd], [], [], left_s)[0]:
+                raise AssertionError(f"no such news within {wait_s} s; the last were {self.seen[-5:]}")
+            *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
+            self.seen += [json.loads(line) for line in lines]
+
+
+class Job:
+    """Starts `holdfast run`, watches it from outside, and knows every process that came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log_dir = folder / "logs"
+        self.mark = uuid.uuid4().hex
+        self.news = News(folder / "news")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self,
+        script: str | Path,
+        *args: str,
+        flags: tuple[str, ...] = (),
+        nproc: int | str = 2,
+        max_restarts: int = 0,
+        env: dict[str, str] | None = None,
+        log_dir: str | None = None,
+        program: tuple[str, ...] = (sys.executable, "-m", "holdfast", "run"),
+    ) -> Job:
+        command = [*program, f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
+        command += ["--log-dir", log_dir or str(self.log_dir), *flags, str(script), *args]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
+        environment |= {"HOLDFAST_TEST": self.mark, "NEWS": str(self.folder / "news"), "OMP_NUM_THREADS": "1"}
+        environment |= {"STATE": str(self.folder), **(env or {})}
+        with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
+            self._process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=self.folder)
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def wait(self, wait_s: float = WAIT_S) -> int:
+        assert self._process is not None
+        try:
+            return self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {wait_s} s; stderr so far:\n{self.err}") from None
+
+    def run(self, script: str | Path, *args: str, **options: Any) -> int:
+        return self.start(script, *args, **options).wait()
+
+    def signal(self, signum: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(signum)
+
+    def wait_step(self, rank: int, step: int, generation: int | None = None) -> dict[str, Any]:
+        def wanted(line: dict[str, Any]) -> bool:
+            right = line["rank"] == rank and line.get("step", -1) >= step
+            return right and generation in (None, line["generation"])
+
+        return self.news.wait(wanted)
+
+    def wait_event(self, name: str) -> None:
+        """Let the job train until its log has such an event."""
+        while not self.events(name):
+            self.news.wait(lambda line: "step" in line)
+
+    # -- what is known afterwards ---------------------------------------------------------------------------------
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
+
+    @property
+    def run_dir(self) -> Path:
+        [path] = self.log_dir.iterdir()
+        return path
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+        return [line["data"] for line in lines if name in (None, line["name"])]
+
+    def incidents(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.run_dir / "incidents").iterdir())]
+
+    def processes(self) -> dict[int, str]:
+        """Every live process that carries this test's mark in its environment, with its command line."""
+        found: dict[int, str] = {}
+        mark = f"HOLDFAST_TEST={self.mark}".encode()
+        for entry in os.listdir("/proc"):
+            try:
+                if entry.isdigit() and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found[int(entry)] = (
+                        Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    )
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def process(self, title: str) -> int:
+        """The one process whose command line begins so."""
+        [pid] = [
+            pid for pid, command in self.processes().items() if command == title or command.startswith(title + " of")
+        ]
+        return pid
+
+    def leftovers(self, within_s: float = 1.0) -> list[str]:
+        """What is still alive of the job after so long: nothing, one hopes."""
+        until = time.monotonic() + within_s
+        while found := self.processes():
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return sorted(found.values())
+            _wait_for_exit(next(iter(found)), left_s)
+        return []
+
+    def end(self) -> None:
+        """Whatever the test did, leave nothing behind."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self.leftovers()
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_exit(pid: int, wait_s: float) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([fd], [], [], wait_s)
+    os.close(fd)

@@ -1,0 +1,90 @@
+"""An ordinary torchrun script: DDP on gloo, a counter for a checkpoint, and faults on order.
+
+`trains.py STEPS [FAULT ...]`, a fault being JSON: {"rank": 1, "step": 5, "how": "SIGKILL", "generations": [0]}.
+Step -1 is before the process group exists, step 0 before the first optimizer step. `how` is a signal's name,
+"raise", "exit N", "os._exit N", "deafen" (ignore SIGTERM and sleep) or "leave" (start a process that outlives this one).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+RANK = int(os.environ["RANK"])
+GENERATION = int(os.environ.get("HOLDFAST_GENERATION", "0"))
+KEPT: list[object] = []  # torch 2.13 can deadlock when a model is freed right after its last collective
+STATE = os.path.join(os.environ["STATE"], "step")
+
+
+def tell(**news: object) -> None:
+    line = json.dumps({"rank": RANK, "generation": GENERATION, "pid": os.getpid(), **news}) + "\n"
+    with open(os.environ["NEWS"], "a") as fifo:
+        fifo.write(line)
+
+
+def suffer(step: int) -> None:
+    for fault in map(json.loads, sys.argv[2:]):
+        if (fault["rank"], fault["step"]) == (RANK, step) and GENERATION in fault.get("generations", [0]):
+            tell(fault=fault["how"])
+            strike(fault["how"])
+
+
+def strike(how: str) -> None:
+    word, _, number = how.partition(" ")
+    if word == "raise":
+        raise ValueError(f"planned at rank {RANK}")
+    if word == "exit":
+        sys.exit(int(number))
+    if word == "os._exit":
+        os._exit(int(number))
+    if word == "segfault":
+        ctypes.string_at(0)
+    if word == "deafen":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+    if word == "leave":
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True, stdin=subprocess.DEVNULL)
+        tell(left=child.pid)
+        return
+    os.kill(os.getpid(), signal.Signals[word])
+
+
+def main() -> None:
+    steps = int(sys.argv[1])
+    suffer(-1)
+    if skew := float(os.environ.get("SKEW_S", "0")):
+        time.sleep(skew * RANK)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    KEPT.append(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done = torch.tensor([int(open(STATE).read()) if os.path.exists(STATE) and RANK == 0 else 0])
+    dist.broadcast(done, 0)
+    suffer(0)
+    for step in range(int(done) + 1, steps + 1):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if RANK == 0:
+            with open(STATE + ".part", "w") as file:
+                file.write(str(step))
+            os.replace(STATE + ".part", STATE)
+        tell(step=step)
+        suffer(step)
+        time.sleep(float(os.environ.get("PACE_S", "0")))
+    dist.destroy_process_group()
+    suffer(steps + 1)
+    tell(done=True)
+
+
+main()

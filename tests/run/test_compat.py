@@ -1,0 +1,233 @@
+"""What a torchrun user relies on, seen from inside a worker and from outside the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import TRAINS, Job
+
+PRINTS_ENV = """
+import json, os, sys
+with open(os.path.join(os.environ["STATE"], "env-" + os.environ["RANK"]), "w") as file:
+    json.dump({"env": dict(os.environ), "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": __file__}, file)
+"""
+
+
+def seen(job: Job, rank: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads((job.folder / f"env-{rank}").read_text())
+    return found
+
+
+def test_workers_get_every_variable_that_torchrun_gives(job: Job) -> None:
+    script = job.folder / "prints_env.py"
+    script.write_text(PRINTS_ENV)
+    theirs = job.folder / "theirs"
+    theirs.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", str(script)]
+    clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    subprocess.run(command, env={**clean, "STATE": str(theirs)}, check=True, capture_output=True)
+    assert job.run(script, "a b", max_restarts=2) == 0
+    torchrun = json.loads((theirs / "env-1").read_text())["env"]
+    ours = seen(job, 1)["env"]
+    assert isinstance(ours, dict)
+    # It hands its own setting down by inheritance, which is of no use to a worker.
+    missing = set(torchrun) - set(ours) - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert missing == set()
+    ours_alone = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "STATE"}
+    same = {
+        key: value for key, value in torchrun.items() if key.startswith(("TORCH", "ROLE", "GROUP")) or "RANK" in key
+    }
+    for key, value in same.items():
+        if key not in ours_alone | {"TORCHELASTIC_SIGNALS_TO_HANDLE"}:
+            assert ours[key] == value, key
+    assert ours["WORLD_SIZE"] == "2"
+
+
+def test_a_script_is_main_in_its_own_directory(job: Job) -> None:
+    package = job.folder / "apart"
+    package.mkdir()
+    (package / "prints_env.py").write_text("import beside\n" + PRINTS_ENV)
+    (package / "beside.py").write_text("")
+    assert job.run(package / "prints_env.py", "--flag", "${local_rank}") == 0
+    told = seen(job, 1)
+    assert told["argv"] == [str(package / "prints_env.py"), "--flag", "1"]
+    assert (told["path0"], told["name"], told["file"]) == (str(package), "__main__", str(package / "prints_env.py"))
+
+
+@pytest.mark.parametrize("flag", ["-m", "--cold-start", "--run-path", "--no-python"])
+def test_other_ways_to_start_a_program(job: Job, flag: str) -> None:
+    script = job.folder / "prints_env.py"
+    script.write_text(f"#!{sys.executable}\n{PRINTS_ENV}")
+    script.chmod(0o755)
+    target = "prints_env" if flag == "-m" else script
+    assert job.run(target, "x", flags=(flag,)) == 0
+    argv = seen(job, 1)["argv"]
+    assert isinstance(argv, list)
+    assert argv == [str(script), "x"]
+
+
+def test_cold_workers_are_restarted_too(job: Job) -> None:
+    faults = json.dumps({"rank": 1, "step": 2, "how": "SIGKILL"})
+    assert job.run(TRAINS, "4", faults, max_restarts=1, flags=("--cold-start",)) == 0
+    assert [incident["headline"] for incident in job.incidents()] == ["killed by SIGKILL"]
+
+
+def test_elastic_is_seen_and_record_leaves_its_file(job: Job) -> None:
+    script = job.folder / "records.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    assert dist.is_torchelastic_launched()\n"
+        "    raise KeyError('gone')\n"
+        "main()\n"
+    )
+    own = job.folder / "own-error.json"
+    assert job.run(script, nproc=1, env={"TORCHELASTIC_ERROR_FILE": str(own)}) == 1
+    message = json.loads((job.run_dir / "attempt_0" / "0" / "error.json").read_text())["message"]
+    assert message["message"] == "KeyError: 'gone'"
+    assert "raise KeyError" in message["extraInfo"]["py_callstack"]
+    forwarded = json.loads(own.read_text())["message"]
+    assert forwarded["errorCode"] == 1
+    assert forwarded["message"] == message["message"]
+
+
+def test_an_error_file_is_left_without_record_too(job: Job) -> None:
+    script = job.folder / "raises.py"
+    script.write_text("raise KeyError('gone')\n")
+    assert job.run(script, nproc=1) == 1
+    message = json.loads((job.run_dir / "attempt_0" / "0" / "error.json").read_text())["message"]
+    assert message["message"] == "KeyError: 'gone'"
+    assert int(message["extraInfo"]["timestamp"]) > 1_700_000_000
+
+
+def test_virtual_local_rank_gives_each_rank_one_gpu(job: Job) -> None:
+    script = job.folder / "prints_env.py"
+    script.write_text(PRINTS_ENV)
+    assert job.run(script, flags=("--virtual-local-rank",), env={"CUDA_VISIBLE_DEVICES": "4,7"}) == 0
+    envs = [seen(job, rank)["env"] for rank in (0, 1)]
+    assert [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in envs if isinstance(env, dict)] == [
+        ("0", "4"),
+        ("0", "7"),
+    ]
+
+
+def test_each_rank_has_randomness_of_its_own(job: Job) -> None:
+    script = job.folder / "random_numbers.py"
+    script.write_text(
+        "import os, random, numpy, torch\n"
+        "print(random.random(), numpy.random.rand(), torch.rand(()).item(), flush=True)\n"
+    )
+    assert job.run(script, nproc=3) == 0
+    numbers = job.out.split()
+    assert len(numbers) == 9
+    assert len(set(numbers)) == 9
+
+
+def test_a_module_that_shadows_pythons_own_harms_only_its_script(job: Job) -> None:
+    (job.folder / "random.py").write_text("raise SystemExit('shadowed')\n")
+    script = job.folder / "apart" / "fine.py"
+    script.parent.mkdir()
+    script.write_text("import random\nprint('fine', flush=True)\n")
+    assert job.run(script, nproc=1) == 0
+    assert job.out == "fine\n"
+
+
+def test_numa_binding_needs_a_gpu_and_says_so_before_training(job: Job) -> None:
+    script = job.folder / "fine.py"
+    script.write_text("print('fine', flush=True)\n")
+    assert job.run(script, nproc=1, flags=("--numa-binding=node",)) == 1
+    assert "fine" not in job.out
+
+
+def test_torchelastic_events_on_the_console(job: Job) -> None:
+    script = job.folder / "fine.py"
+    script.write_text("")
+    assert job.run(script, nproc=1, flags=("--event-log-handler=console",)) == 0
+    events = [json.loads(line) for line in job.err.splitlines() if line.startswith("{")]
+    assert [(event["name"].rpartition(".")[2], event["source"]) for event in events] == [
+        ("STARTED", "WORKER"),
+        ("SUCCEEDED", "WORKER"),
+        ("SUCCEEDED", "AGENT"),
+    ]
+
+
+def test_a_logs_specs_plugin_places_the_streams(job: Job) -> None:
+    site = job.folder / "site"
+    (site / "placed-1.dist-info").mkdir(parents=True)
+    (site / "placed-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: placed\nVersion: 1\n")
+    (site / "placed-1.dist-info" / "entry_points.txt").write_text("[torchrun.logs_specs]\nplaced = placed:Placed\n")
+    (site / "placed.py").write_text(
+        "from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs\n"
+        "class Placed(DefaultLogsSpecs):\n"
+        "    def reify(self, envs):\n"
+        "        dest = super().reify(envs)\n"
+        f"        dest.stdouts = {{rank: {str(job.folder)!r} + f'/placed-{{rank}}' for rank in envs}}\n"
+        "        return dest\n"
+    )
+    script = job.folder / "prints.py"
+    script.write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    assert job.run(script, flags=("--logs-specs=placed",), env={"PYTHONPATH": str(site)}) == 0
+    assert [(job.folder / f"placed-{rank}").read_text() for rank in (0, 1)] == ["rank 0\n", "rank 1\n"]
+
+
+def test_an_unknown_logs_specs_plugin_is_one_line(job: Job) -> None:
+    assert job.run(TRAINS, "1", flags=("--logs-specs=nobody",)) == 1
+    assert "torchrun.logs_specs[nobody]" in job.err
+    assert "Traceback" not in job.err
+
+
+def test_a_fixed_port_is_used_by_every_world(job: Job) -> None:
+    with_port = ("--master-port=29517",)
+    faults = [json.dumps({"rank": 1, "step": s, "how": "SIGKILL", "generations": [s - 2]}) for s in (2, 3, 4)]
+    script = job.folder / "prints_port.py"
+    script.write_text(f"import os\nprint(os.environ['MASTER_PORT'], flush=True)\n{TRAINS.read_text()}")
+    assert job.run(script, "8", *faults, max_restarts=3, flags=with_port) == 0
+    assert job.out.split() == ["29517"] * 8
+    assert len(job.incidents()) == 3
+
+
+def test_modules_of_the_first_world_are_there_in_the_second(job: Job) -> None:
+    script = job.folder / "imports.py"
+    text = TRAINS.read_text().replace(
+        "import torch\n", "import torch\nHAD = 'wave' in __import__('sys').modules\nimport wave\n", 1
+    )
+    script.write_text(text.replace("    tell(done=True)", "    tell(done=True, had=HAD)"))
+    job.start(script, "600", max_restarts=1, env={"PACE_S": "0.003"})
+    job.wait_event("zygote.grown")
+    os.kill(job.news.wait(lambda line: line["rank"] == 1)["pid"], signal.SIGKILL)
+    assert job.wait() == 0
+    assert job.news.wait(lambda line: "done" in line)["had"] is True
+
+
+def test_preloading_refuses_a_module_that_leaves_a_thread(job: Job, tmp_path: Path) -> None:
+    site = Path(
+        subprocess.check_output(
+            [sys.executable, "-c", "import sysconfig;print(sysconfig.get_paths()['purelib'])"], text=True
+        ).strip()
+    )
+    module = site / f"holdfast_test_threads_{os.getpid()}.py"
+    module.write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    try:
+        script = job.folder / "imports.py"
+        script.write_text(
+            TRAINS.read_text().replace("import torch\n", f"import torch\nimport wave\nimport {module.stem}\n", 1)
+        )
+        job.start(script, "1000000", max_restarts=1, env={"PACE_S": "0.003"})
+        job.wait_event("zygote.grown")
+        step = job.news.wait(lambda line: line["rank"] == 1)
+        os.kill(step["pid"], signal.SIGKILL)
+        job.wait_step(1, step["step"] + 5, generation=1)
+        job.signal(signal.SIGTERM)
+        job.wait()
+        assert module.stem not in job.events("zygote.grown")[0]["refused"]
+    finally:
+        module.unlink()

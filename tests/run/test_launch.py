@@ -1,0 +1,117 @@
+"""`holdfast.launch`: results by rank, errors by rank, and the three things a caller can replace."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+import holdfast
+from holdfast.agent.logs import Destination
+from holdfast.control.restarts import Failure, GiveUp, History, Restart
+from holdfast.observe.events import Event
+
+
+def add_up(offset: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(total)
+
+
+def fail_on_odd_ranks() -> None:
+    rank = int(os.environ["RANK"])
+    if rank % 2:
+        raise ValueError(f"rank {rank} is odd")
+
+
+def fail_until(restart: int) -> int:
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if count < restart:
+        os._exit(17)
+    return count
+
+
+def return_a_lock() -> object:
+    return threading.Lock()
+
+
+def test_results_come_back_by_rank() -> None:
+    assert holdfast.launch(add_up, (10,), nproc=3) == {0: 33, 1: 33, 2: 33}
+
+
+def test_a_closure_works_and_arguments_may_be_named() -> None:
+    factor = 3
+
+    def triple(number: int) -> int:
+        return factor * number
+
+    assert holdfast.launch(triple, kwargs={"number": 5}, nproc=2) == {0: 15, 1: 15}
+
+
+def test_a_command_runs_too() -> None:
+    assert holdfast.launch(["/bin/sh", "-c", "exit 0"], nproc=2) == {0: None, 1: None}
+
+
+def test_every_failed_rank_is_named() -> None:
+    with pytest.raises(holdfast.JobFailed) as failure:
+        holdfast.launch(fail_on_odd_ranks, nproc=2, quiet=True)
+    assert list(failure.value.errors) == [1]
+    assert "ValueError: rank 1 is odd" in failure.value.errors[1]
+    assert "ValueError: rank 1 is odd" in str(failure.value)
+    assert failure.value.result.incidents[0].rank == 1
+
+
+def test_what_cannot_be_sent_back_is_an_error() -> None:
+    with pytest.raises(holdfast.JobFailed, match="rank 0 returned a lock that cannot be sent back"):
+        holdfast.launch(return_a_lock, quiet=True)
+
+
+def test_a_failed_rank_is_restarted() -> None:
+    assert holdfast.launch(fail_until, (2,), nproc=2, max_restarts=2, quiet=True) == {0: 2, 1: 2}
+
+
+def test_the_restart_decision_can_be_replaced() -> None:
+    asked: list[Failure] = []
+
+    def decide(history: History, failure: Failure) -> Restart | GiveUp:
+        asked.append(failure)
+        return Restart("once more") if len(asked) < 2 else GiveUp("enough")
+
+    with pytest.raises(holdfast.JobFailed, match="enough"):
+        holdfast.launch(fail_until, (9,), max_restarts=100, decide=decide, quiet=True)
+    assert [failure.headline for failure in asked] == ["exited with code 17"] * 2
+
+
+def test_events_can_be_heard_and_logs_placed(tmp_path: object) -> None:
+    heard: list[Event] = []
+    placed: list[tuple[int, int]] = []
+
+    class Nowhere:
+        def place(self, generation: int, local_rank: int) -> Destination:
+            placed.append((generation, local_rank))
+            return Destination(stdout_console=False, stderr_console=False)
+
+    assert holdfast.launch(fail_until, (0,), nproc=2, logs=Nowhere(), on_event=heard.append) == {0: 0, 1: 0}
+    assert [event.name for event in heard][:2] == ["job.started", "world.launched"]
+    assert heard[-1].name == "job.ended"
+    assert placed == [(0, 0), (0, 1)]
+
+
+def test_it_runs_in_a_thread_and_twice_at_once() -> None:
+    results: list[dict[int, int]] = []
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(holdfast.launch(add_up, (n,), nproc=2, quiet=True)))
+        for n in (0, 100)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(result[0] for result in results) == [1, 201]
