@@ -40,8 +40,19 @@ class News:
             left_s = until - time.monotonic()
             if left_s <= 0 or not select.select([self._fd], [], [], left_s)[0]:
                 raise AssertionError(f"no such news within {wait_s} s; the last were {self.seen[-5:]}")
-            *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
-            self.seen += [json.loads(line) for line in lines]
+            self._read()
+
+    def read_until_exit(self, pid: int, wait_s: float) -> None:
+        """Wait for more, or for the process to end."""
+        fd = os.pidfd_open(pid)
+        ready, _, _ = select.select([self._fd, fd], [], [], wait_s)
+        os.close(fd)
+        if self._fd in ready:
+            self._read()
+
+    def _read(self) -> None:
+        *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
+        self.seen += [json.loads(line) for line in lines]
 
 
 class Job:
@@ -80,11 +91,15 @@ class Job:
         return self._process.pid
 
     def wait(self, wait_s: float = WAIT_S) -> int:
+        """Its exit code. The news are read meanwhile: ranks that write to a full FIFO would wait for us."""
         assert self._process is not None
-        try:
-            return self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {wait_s} s; stderr so far:\n{self.err}") from None
+        until = time.monotonic() + wait_s
+        while (code := self._process.poll()) is None:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise AssertionError(f"still running after {wait_s} s; stderr so far:\n{self.err}")
+            self.news.read_until_exit(self._process.pid, left_s)
+        return code
 
     def run(self, script: str | Path, *args: str, **options: Any) -> int:
         return self.start(script, *args, **options).wait()
@@ -102,6 +117,7 @@ class Job:
 
     def wait_event(self, name: str) -> None:
         """Let the job train until its log has such an event."""
+        self.news.wait(lambda line: "step" in line)
         while not self.events(name):
             self.news.wait(lambda line: "step" in line)
 

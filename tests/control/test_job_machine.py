@@ -475,7 +475,7 @@ def test_helpers_lost_before_the_first_world_are_not_replaced() -> None:
     story = preparing()
     assert story.hears(HelpersLost("the janitor was killed")) == [
         ClearLeftovers(),
-        Finish(Kind.LAUNCHER, "the janitor was killed before any worker started"),
+        Finish(Kind.LAUNCHER, "the janitor was killed while workers were about to start"),
     ]
 
 

@@ -16,7 +16,8 @@ from harness import TRAINS, Job
 PRINTS_ENV = """
 import json, os, sys
 with open(os.path.join(os.environ["STATE"], "env-" + os.environ["RANK"]), "w") as file:
-    json.dump({"env": dict(os.environ), "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": __file__}, file)
+    told = {"env": dict(os.environ), "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": __file__}
+    json.dump(told, file)
 """
 
 
@@ -137,7 +138,8 @@ def test_a_module_that_shadows_pythons_own_harms_only_its_script(job: Job) -> No
     script = job.folder / "apart" / "fine.py"
     script.parent.mkdir()
     script.write_text("import random\nprint('fine', flush=True)\n")
-    assert job.run(script, nproc=1) == 0
+    command = str(Path(sys.executable).parent / "holdfast")
+    assert job.run(script, nproc=1, program=(command, "run")) == 0
     assert job.out == "fine\n"
 
 
@@ -189,7 +191,7 @@ def test_a_fixed_port_is_used_by_every_world(job: Job) -> None:
     with_port = ("--master-port=29517",)
     faults = [json.dumps({"rank": 1, "step": s, "how": "SIGKILL", "generations": [s - 2]}) for s in (2, 3, 4)]
     script = job.folder / "prints_port.py"
-    script.write_text(f"import os\nprint(os.environ['MASTER_PORT'], flush=True)\n{TRAINS.read_text()}")
+    script.write_text(TRAINS.read_text().replace("\nmain()", "\nprint(os.environ['MASTER_PORT'], flush=True)\nmain()"))
     assert job.run(script, "8", *faults, max_restarts=3, flags=with_port) == 0
     assert job.out.split() == ["29517"] * 8
     assert len(job.incidents()) == 3

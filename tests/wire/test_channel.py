@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
+from holdfast.agent.helpers import Zygote
 from holdfast.wire import channel
 from holdfast.wire.channel import MAX_PACKET_BYTES, Channel, ChannelClosed
 from holdfast.wire.messages import (
@@ -248,11 +247,18 @@ class Large(Message, frozen=True):
     text: str
 
 
-def test_a_message_that_is_too_large_is_named_and_not_sent(link: Link) -> None:
-    with pytest.raises(ValueError, match=f"Large of .* bytes is over the {MAX_PACKET_BYTES} allowed"):
-        link.agent.send(Large("x" * MAX_PACKET_BYTES))
-    link.agent.send(Retire())
-    assert link.zygote.receive() == (Retire(), [])
+@pytest.mark.parametrize("size", [MAX_PACKET_BYTES, 3_000_000])
+def test_a_message_larger_than_a_packet_arrives_with_its_descriptors(link: Link, size: int) -> None:
+    large: Channel[Large] = Channel(link.zygotes_socket, Large)
+    read_end, write_end = os.pipe()
+    link.agent.send(Large("x" * size), [write_end])
+    os.close(write_end)
+    received = large.receive()
+    assert received is not None
+    assert len(received[0].text) == size
+    os.write(received[1][0], b"through")
+    assert os.read(read_end, 100) == b"through"
+    channel.close_all([read_end, *received[1]])
 
 
 def test_the_largest_message_that_is_allowed_arrives(link: Link) -> None:
@@ -264,48 +270,36 @@ def test_the_largest_message_that_is_allowed_arrives(link: Link) -> None:
     assert len(received[0].text) == room
 
 
-class Tardy(socket.socket):
-    """A socket whose peer begins to read when the kernel says for the first time that it holds no more."""
+async def _post_burst(link: Link, sent: list[ForkWorker]) -> list[ToZygote]:
+    """Post everything before the zygote reads anything, then let it read."""
+    loop = asyncio.get_running_loop()
+    zygote = Zygote(link.agents_socket, loop)
+    read_end, write_end = os.pipe()
+    for message in sent:
+        zygote.post(message, [write_end])
+    os.close(write_end)
+    received: list[ToZygote] = []
+    all_there = asyncio.Event()
 
-    def on_full(self, begin: Callable[[], None]) -> None:
-        self._begin: Callable[[], None] | None = begin
+    def read() -> None:
+        got = link.zygote.receive()
+        assert got is not None
+        received.append(got[0])
+        channel.close_all(got[1])
+        if len(received) == len(sent):
+            all_there.set()
 
-    def send(self, *args: Any) -> int:
-        return self._send(super().send, *args)
-
-    def sendmsg(self, *args: Any) -> int:
-        return self._send(super().sendmsg, *args)
-
-    def _send(self, send: Callable[..., int], *args: Any) -> int:
-        try:
-            return send(*args)
-        except BlockingIOError:
-            if self._begin is not None:
-                self._begin()
-                self._begin = None
-            raise
+    loop.add_reader(link.zygotes_socket.fileno(), read)
+    await all_there.wait()
+    loop.remove_reader(link.zygotes_socket.fileno())
+    zygote.close()
+    assert os.read(read_end, 1) == b""  # every descriptor that was kept for a later message is closed
+    os.close(read_end)
+    return received
 
 
 @pytest.mark.timeout(20)
-def test_a_burst_that_the_peer_cannot_keep_up_with_arrives_whole(link: Link) -> None:
+def test_a_burst_that_the_zygote_cannot_keep_up_with_arrives_whole(link: Link) -> None:
     """What a launch is: a request per rank, at once, on a channel that does not block. The kernel holds 200 KiB."""
     sent = [fork_worker(Script("train.py", (str(number), "x" * 20_000))) for number in range(50)]
-    received: list[ToZygote] = []
-
-    def read() -> None:
-        with contextlib.suppress(ChannelClosed):
-            while (got := link.zygote.receive()) is not None:
-                received.append(got[0])
-
-    reader = threading.Thread(target=read)
-    tardy = Tardy(fileno=link.agents_socket.detach())
-    tardy.on_full(reader.start)
-    agent: Channel[FromZygote] = Channel(tardy, FromZygote)
-    agent.setblocking(False)
-    try:
-        for message in sent:
-            agent.send(message)
-    finally:
-        agent.close()
-        reader.join()
-    assert received == sent
+    assert asyncio.run(_post_burst(link, sent)) == sent

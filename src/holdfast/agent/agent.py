@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,7 @@ class Agent:
 
     def _process_exited(self, message: messages.Exited) -> None:
         if self._world is None:
+            self._keeper_alive = False
             if self._waiting is not None:
                 waiting, self._waiting = self._waiting, None
                 waiting()
@@ -257,7 +259,8 @@ class Agent:
                 self._advance(jobs.Stepped(rank, generation, at_s))
                 if modules and not self._learned:
                     self._learned = True
-                    self._helpers.learn(modules)
+                    names = zlib.decompress(modules).decode().split("\n")
+                    self._helpers.learn(tuple(filter(None, names)))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit("rank.raised", generation=generation, rank=rank, error=headline)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast import linux
@@ -24,11 +25,46 @@ _MAX_GROWTHS = 4
 class Zygote:
     """The channel to one zygote. It outlives the zygote's use: a retired one still reports its children's ends."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._outbox: deque[tuple[messages.ToZygote, list[int]]] = deque()
         self.link: channel.Channel[messages.FromZygote] = channel.Channel(sock, messages.FromZygote)
         self.link.setblocking(False)
         self.pid = 0
         self.done = False  # it has nothing more to report
+
+    def post(self, message: messages.ToZygote, fds: Sequence[int] = ()) -> None:
+        """Send without waiting. What the socket has no room for goes out when it has, with descriptors of its own."""
+        with contextlib.suppress(channel.ChannelClosed):
+            if not self._outbox:
+                try:
+                    self.link.send(message, fds)
+                    return
+                except BlockingIOError:
+                    self._loop.add_writer(self.link.fileno(), self._flush)
+            self._outbox.append((message, [os.dup(fd) for fd in fds]))
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                message, fds = self._outbox[0]
+                self.link.send(message, fds)
+                channel.close_all(fds)
+                self._outbox.popleft()
+        except BlockingIOError:
+            return
+        except channel.ChannelClosed:
+            self._outbox.clear()
+        self._loop.remove_writer(self.link.fileno())
+
+    def close(self) -> None:
+        if self.link.fileno() >= 0:
+            self._loop.remove_reader(self.link.fileno())
+            self._loop.remove_writer(self.link.fileno())
+        self.link.close()
+        for _, fds in self._outbox:
+            channel.close_all(fds)
+        self._outbox.clear()
 
 
 class Helpers:
@@ -69,7 +105,7 @@ class Helpers:
         os.close(lifeline_r)
         self._janitor_fd = os.pidfd_open(self._janitor.pid)
         self._loop.add_reader(self._janitor_fd, self._janitor_ended)
-        self._attach(Zygote(ours))
+        self._attach(Zygote(ours, self._loop))
         self._growths = 0
 
     @property
@@ -80,8 +116,8 @@ class Helpers:
 
     def request(self, message: messages.ToZygote, fds: Sequence[int] = ()) -> None:
         """Ask the newest zygote. If it has just died, `on_lost` follows by itself."""
-        with contextlib.suppress(channel.ChannelClosed, IndexError):
-            self._zygotes[-1].link.send(message, fds)
+        if self._zygotes:
+            self._zygotes[-1].post(message, fds)
 
     def learn(self, modules: tuple[str, ...]) -> None:
         """Have the next worlds forked from a zygote that holds these modules too."""
@@ -90,7 +126,7 @@ class Helpers:
         self._growths += 1
         self._wanted = modules
         ours, theirs = channel.pair()
-        self._growing = Zygote(ours)
+        self._growing = Zygote(ours, self._loop)
         self.request(messages.Grow(modules, self._janitor.pid), [theirs.fileno()])
         theirs.close()
         self._loop.add_reader(self._growing.link.fileno(), self._grown, self._growing)
@@ -130,7 +166,7 @@ class Helpers:
         if self._growing is not None and self._growing.pid:
             linux.signal_all([self._growing.pid], signal.SIGKILL)  # it does not listen while it imports
         for zygote in self._all_zygotes():
-            self._detach(zygote)
+            zygote.close()
         self._zygotes.clear()
         self._growing = None
         os.close(self._lifeline)
@@ -145,7 +181,7 @@ class Helpers:
         if self._janitor is None:
             return
         for zygote in self._all_zygotes():
-            self._detach(zygote)
+            zygote.close()
         self._zygotes.clear()
         self._growing = None
         self._loop.remove_reader(self._janitor_fd)
@@ -158,11 +194,6 @@ class Helpers:
     def _attach(self, zygote: Zygote) -> None:
         self._zygotes.append(zygote)
         self._loop.add_reader(zygote.link.fileno(), self._readable, zygote)
-
-    def _detach(self, zygote: Zygote) -> None:
-        with contextlib.suppress(ValueError):
-            self._loop.remove_reader(zygote.link.fileno())
-        zygote.link.close()
 
     def _readable(self, zygote: Zygote) -> None:
         while True:
@@ -182,7 +213,7 @@ class Helpers:
             self._on_message(message)
 
     def _zygote_ended(self, zygote: Zygote) -> None:
-        self._detach(zygote)
+        zygote.close()
         if zygote in self._zygotes:
             self._zygotes.remove(zygote)
         if not zygote.done:
@@ -223,15 +254,14 @@ class Helpers:
 
     def _abandon_growth(self, zygote: Zygote) -> None:
         """Without its channel it ends by itself."""
-        self._detach(zygote)
+        zygote.close()
         self._growing = None
 
     def _take_over(self, zygote: Zygote, ready: messages.Ready) -> None:
         self._growing = None
         self._loop.remove_reader(zygote.link.fileno())
         for old in self._zygotes:
-            with contextlib.suppress(channel.ChannelClosed):
-                old.link.send(messages.Retire())
+            old.post(messages.Retire())
         self._attach(zygote)
         self._on_message(ready)
 

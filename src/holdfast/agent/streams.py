@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 import termios
 import tty
 from collections import deque
@@ -33,16 +34,16 @@ class LogFile:
         self._lost_bytes = 0
         self._complained = False
         self._fd = -1
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as failure:
-            self._lose(0, failure)
+        self._closed = False
+        self.write(b"")
 
     def write(self, data: bytes) -> None:
-        if self._fd < 0:
+        if self._closed:
             return
         view = memoryview(data)
         try:
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             if self._lost_bytes:
                 os.write(self._fd, b"\n[holdfast: %d bytes are missing here]\n" % self._lost_bytes)
                 self._lost_bytes = 0
@@ -52,6 +53,7 @@ class LogFile:
             self._lose(len(view), failure)
 
     def close(self) -> None:
+        self._closed = True
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -140,9 +142,13 @@ class Stream:
         self._resume()
 
     def drain(self) -> None:
-        """Take what is there now; called when the rank has ended, so what it wrote is there."""
-        while self._fd >= 0 and self._read():
-            pass
+        """Take what is there now, and no more: the rank has ended, but what it left running may write for ever."""
+        there = fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4) if self._fd >= 0 else b""
+        left = int.from_bytes(there, sys.byteorder)
+        while left > 0 and self._fd >= 0 and (taken := self._read()):
+            left -= taken
+        for lines in self._lines:
+            lines.flush()
 
     def close(self) -> None:
         if self.write_end >= 0:
@@ -178,20 +184,20 @@ class Stream:
             return
         self._read()
 
-    def _read(self) -> bool:
-        """One read; False when there is nothing, or nothing more."""
+    def _read(self) -> int:
+        """One read; 0 when there is nothing, or nothing more."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:  # EIO: a terminal whose last writer is gone
             data = b""
         if not data:
             self._close_read_end()
-            return False
+            return 0
         for sink in self._sinks:
             sink(data)
-        return True
+        return len(data)
 
     def _close_read_end(self) -> None:
         self._pause()

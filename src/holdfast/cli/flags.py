@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from holdfast._version import __version__
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+OWN = {"restart_policy", "retry_same_error", "exit_code_from_cause", "cold_start"}
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 _EPILOG = """\
@@ -26,6 +27,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"holdfast run: {message}; see holdfast run --help\n")
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """An abbreviation that torchrun understands means here what it means there, whatever flags we add."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        theirs = [match for match in found if match[0].dest not in OWN]
+        return theirs or found
 
 
 class _FromEnv(argparse.Action):
@@ -98,11 +105,13 @@ def _usage(message: str) -> int:
     return 2
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def _at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        if maximum is not None and value > maximum:
+            raise argparse.ArgumentTypeError(f"{text} is more than {maximum}")
         return value
 
     number.__name__ = "int"
@@ -163,7 +172,12 @@ def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
     _add(group, "node-rank", type=_at_least(0), default=0, metavar="N", help="this node's rank, with static")
     _add(group, "master-addr", default="127.0.0.1", metavar="HOST", help="address of rank 0's node, with static")
     _add(
-        group, "master-port", type=_at_least(1), default=None, metavar="PORT", help="port there (default: any free one)"
+        group,
+        "master-port",
+        type=_at_least(1, 65535),
+        default=None,
+        metavar="PORT",
+        help="port there (default: any free one)",
     )
     _add(group, "local-addr", default=None, metavar="HOST", help="address of this node")
 

@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         options = read(args)
     except Usage as wrong:
         return _complain(str(wrong), 2)
+    except Refused as refusal:
+        return _complain(str(refusal), 1)
     for note in notes(args):
         print(f"holdfast: {note}", file=sys.stderr)
     try:
@@ -115,18 +117,18 @@ def _program(args: Namespace) -> Program:
 
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
-        near = (
-            get_close_matches(os.path.basename(path), os.listdir(os.path.dirname(path) or "."), 1)
-            if _has_dir(path)
-            else []
-        )
-        raise Usage(f"there is no script {path!r}" + (f"; did you mean {near[0]}?" if near else "; check its path"))
+        raise Usage(f"there is no script {path!r}; {_near_file(path) or 'check its path'}")
     if not os.access(path, os.R_OK):
         raise Usage(f"the script {path!r} cannot be read; check its permissions")
 
 
-def _has_dir(path: str) -> bool:
-    return os.path.isdir(os.path.dirname(path) or ".")
+def _near_file(path: str) -> str:
+    folder, name = os.path.split(path)
+    try:
+        near = get_close_matches(name, os.listdir(folder or "."), 1)
+    except OSError:
+        return ""
+    return f"did you mean {os.path.join(folder, near[0])}?" if near else ""
 
 
 def _nodes(text: str) -> tuple[int, int]:

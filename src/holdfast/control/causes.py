@@ -48,7 +48,7 @@ class RankExit(msgspec.Struct, frozen=True):
     raised: Raised | None = None
     stderr_tail: tuple[str, ...] = ()
     oom_killed: bool = False
-    stopped: bool = False  # after we had told it to stop
+    stopped: bool = False  # because we had told it to
 
     @property
     def kind(self) -> Kind:
@@ -76,8 +76,8 @@ class RankExit(msgspec.Struct, frozen=True):
 
     @property
     def is_failure(self) -> bool:
-        """A rank that ends because it was told to is no failure, unless it had failed before it was told."""
-        return self.raised is not None or (self.status != 0 and not self.stopped)
+        """A rank that ends because it was told to is no failure."""
+        return self.status != 0 and not self.stopped
 
 
 class Blame(msgspec.Struct, frozen=True):

@@ -37,6 +37,7 @@ class Incident(msgspec.Struct, frozen=True):
     launched_at_s: float | None = None
     started_at_s: float | None = None
     recovered_at_s: float | None = None
+    failed_again_at_s: float | None = None  # instead of recovering
 
     @property
     def what(self) -> str:
@@ -48,7 +49,7 @@ class Incident(msgspec.Struct, frozen=True):
             ("stop", self.stopped_at_s),
             ("wait", self.launched_at_s),
             ("start", self.started_at_s),
-            ("first step", self.recovered_at_s),
+            ("failed again", self.failed_again_at_s) if self.failed_again_at_s else ("first step", self.recovered_at_s),
         ]
         phases: dict[str, float] = {}
         since = self.failed_at_s

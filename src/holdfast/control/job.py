@@ -39,6 +39,7 @@ class Job(msgspec.Struct, frozen=True):
     exits: tuple[RankExit, ...] = ()
     launched_at_s: float = 0.0
     stop_sent_at_s: float = 0.0
+    sent: frozenset[int] = frozenset()  # signals that this world's ranks were sent
     stop_signal: int | None = None  # the job was told to end
     keeper_lost_at_s: float | None = None
     incident: Incident | None = None  # the open one
@@ -162,7 +163,7 @@ def advance(job: Job, now_s: float, event: Event, decide: Decide = decide_unless
             return _helpers_lost(job, now_s, what, decide)
         case KeeperLost(generation=generation) if generation == job.generation and job.phase is Phase.RUNNING:
             job = _with(job, phase=Phase.STOPPING, stop_sent_at_s=now_s, keeper_lost_at_s=now_s)
-            return job, _stop_actions(job, signal.SIGTERM, "the store keeper was killed")
+            return _stop(job, signal.SIGTERM, "the store keeper was killed")
         case Started(generation=generation) if generation == job.generation and job.incident is not None:
             return _with(job, incident=_with(job.incident, started_at_s=now_s)), []
         case Stepped(generation=generation) if generation == job.generation:
@@ -188,6 +189,7 @@ def _launch(job: Job, now_s: float) -> Outcome:
         stepped=frozenset(),
         exits=(),
         launched_at_s=now_s,
+        sent=frozenset(),
         keeper_lost_at_s=None,
         incident=incident,
     )
@@ -202,21 +204,29 @@ def _stepped(job: Job, event: Stepped) -> Outcome:
 
 
 def _exited(job: Job, now_s: float, exit: RankExit, decide: Decide) -> Outcome:
-    if job.phase is Phase.STOPPING and exit.at_s >= job.stop_sent_at_s:
-        exit = _with(exit, stopped=True)
+    if exit.rank not in job.live:
+        return job, []
+    exit = _with(exit, stopped=_was_told(job, exit))
     job = _with(job, live=job.live - {exit.rank}, exits=(*job.exits, exit))
     if job.phase is Phase.RUNNING and exit.status != 0:
         if not job.live:
             return _settle(_with(job, stop_sent_at_s=now_s), now_s, decide)
         job = _with(job, phase=Phase.STOPPING, stop_sent_at_s=now_s)
         why = f"rank {exit.rank} failed: {exit.headline}"
-        return job, _stop_actions(job, signal.SIGTERM, why)
+        return _stop(job, signal.SIGTERM, why)
     if job.live:
         return job, []
     if job.phase is Phase.STOPPING:
         return _settle(job, now_s, decide)
-    job, actions = _close_incident(_end_world(job))
-    return _finish(job, actions, None)
+    return _finish(_end_world(job), [], None)
+
+
+def _was_told(job: Job, exit: RankExit) -> bool:
+    """Whether a rank ended because we told it to. One that had raised before, or that was killed by a signal we never
+    sent, did not, even if its end is seen only now."""
+    if job.phase is not Phase.STOPPING or exit.failed_at_s < job.stop_sent_at_s:
+        return False
+    return exit.status >= 0 or -exit.status in job.sent
 
 
 def _settle(job: Job, now_s: float, decide: Decide) -> Outcome:
@@ -224,9 +234,7 @@ def _settle(job: Job, now_s: float, decide: Decide) -> Outcome:
     job = _end_world(job)
     cleared: list[Action] = [ClearLeftovers()]
     if job.stop_signal is not None:
-        told = f"stopped by {signal_name(job.stop_signal)}"
-        job, actions = _close_incident(job)
-        return _finish(job, cleared + actions, Kind.PREEMPTED, told)
+        return _finish(job, cleared, Kind.PREEMPTED, f"stopped by {signal_name(job.stop_signal)}")
     if job.keeper_lost_at_s is not None:
         opened = _of_launcher(job, "the store keeper was killed", job.keeper_lost_at_s)
         return _answer(job, now_s, opened, False, "", decide, cleared)
@@ -246,7 +254,7 @@ def _answer(
     helpers: bool = True,
 ) -> Outcome:
     """Decide what an incident leads to, and set it going."""
-    job, closed = _close_incident(job)  # a world that failed before its ranks stepped never recovered the last one
+    job, closed = _close_incident(job, opened.failed_at_s)  # its ranks never all stepped, so it is still open
     actions = actions + closed
     uptime_s = opened.failed_at_s - job.launched_at_s
     steps = max((exit.steps for exit in job.exits), default=0)
@@ -264,8 +272,7 @@ def _answer(
     job = _with(job, history=history, incident=opened, incidents=opened.number)
     actions.append(Opened(opened))
     if isinstance(decision, GiveUp):
-        job, closed = _close_incident(job)
-        return _finish(job, actions + closed, opened.kind, decision.reason)
+        return _finish(job, actions, opened.kind, decision.reason)
     job = _with(job, history=history.charged())
     if not helpers:
         return _with(job, phase=Phase.PREPARING), [*actions, PrepareHelpers()]
@@ -280,8 +287,10 @@ def _helpers_lost(job: Job, now_s: float, what: str, decide: Decide) -> Outcome:
     cleared: list[Action] = [ClearLeftovers()]
     if job.stop_signal is not None:
         return _finish(lost, cleared, Kind.PREEMPTED, f"stopped by {signal_name(job.stop_signal)}")
-    if job.generation < 0 or job.phase is Phase.PREPARING:
-        return _finish(lost, cleared, Kind.LAUNCHER, f"{what} before any worker started")
+    if job.phase is Phase.PREPARING:
+        return _finish(lost, cleared, Kind.LAUNCHER, f"{what} while workers were about to start")
+    if job.phase is Phase.WAITING:  # no world was lost with it
+        return _with(lost, phase=Phase.PREPARING), [*cleared, PrepareHelpers()]
     return _answer(lost, now_s, _of_launcher(job, what, now_s), False, "", decide, cleared, helpers=False)
 
 
@@ -293,52 +302,72 @@ def _stop_requested(job: Job, now_s: float, signum: int) -> Outcome:
     if job.stop_signal is not None:
         # A second Ctrl-C means now. Schedulers repeat SIGTERM while ranks save their state; that must not cut it short.
         again = signal.SIGKILL if signum == signal.SIGINT else signum
-        return job, [Signal(tuple(sorted(job.live)), again, f"holdfast got {signal_name(signum)} while stopping")]
+        return _send(job, again, f"holdfast got {signal_name(signum)} while stopping")
     job = _with(job, stop_signal=signum)
     if not job.live:
-        job, actions = _close_incident(job)
-        return _finish(job, actions, Kind.PREEMPTED, f"stopped by {signal_name(signum)}")
+        return _finish(job, [], Kind.PREEMPTED, f"stopped by {signal_name(signum)}")
     if job.phase is Phase.STOPPING:
-        return job, [Signal(tuple(sorted(job.live)), signum, f"holdfast got {signal_name(signum)}")]
+        return _send(job, signum, f"holdfast got {signal_name(signum)}")
     job = _with(job, phase=Phase.STOPPING, stop_sent_at_s=now_s)
-    return job, _stop_actions(job, signum, f"holdfast got {signal_name(signum)}")
+    return _stop(job, signum, f"holdfast got {signal_name(signum)}")
 
 
 def _timer_fired(job: Job, now_s: float, name: str) -> Outcome:
     if name == "backoff" and job.phase is Phase.WAITING:
         return _launch(job, now_s)
     if name == "grace" and job.phase is Phase.STOPPING:
-        killed: list[Action] = [
-            Signal(tuple(sorted(job.live)), signal.SIGKILL, f"still there {job.grace_s:g} s after being told to stop"),
-            Timer("abandon", job.generation, ABANDON_S),
-        ]
-        return job, killed
+        job, sent = _send(job, signal.SIGKILL, f"still there {job.grace_s:g} s after being told to stop")
+        return job, [*sent, Timer("abandon", job.generation, ABANDON_S)]
     if name == "abandon" and job.phase is Phase.STOPPING:
         ranks = ", ".join(map(str, sorted(job.live)))
         reason = (
             f"rank {ranks} does not end even by SIGKILL: it is stuck inside the kernel, and holds what a restart needs"
         )
-        return _finish(_end_world(job), [ClearLeftovers()], Kind.HANG, reason)
+        job, closed = _close_incident(_end_world(job), job.stop_sent_at_s)
+        stuck = _stuck(job, now_s, reason)
+        job = _with(job, incident=stuck, incidents=stuck.number)
+        return _finish(job, [ClearLeftovers(), *closed, Opened(stuck)], Kind.HANG, reason)
     return job, []
 
 
-def _stop_actions(job: Job, signum: int, why: str) -> list[Action]:
-    return [Signal(tuple(sorted(job.live)), signum, why), Timer("grace", job.generation, job.grace_s)]
+def _stuck(job: Job, now_s: float, reason: str) -> Incident:
+    """A world that cannot be ended: told with what made us end it, where a rank had failed."""
+    if any(exit.is_failure for exit in job.exits):
+        blamed = blame(job.exits)
+        stuck = incidents.of_rank(job.incidents + 1, job.generation, blamed.first, blamed.followers)
+        return _with(stuck, kind=Kind.HANG, action=reason, stopped_at_s=now_s)
+    told = Incident(job.incidents + 1, job.generation, Kind.HANG, "a rank that cannot be ended", reason, False)
+    return _with(told, failed_at_s=job.stop_sent_at_s, stopped_at_s=now_s)
+
+
+def _stop(job: Job, signum: int, why: str) -> Outcome:
+    job, sent = _send(job, signum, why)
+    return job, [*sent, Timer("grace", job.generation, job.grace_s)]
+
+
+def _send(job: Job, signum: int, why: str) -> Outcome:
+    return _with(job, sent=job.sent | {signum}), [Signal(tuple(sorted(job.live)), signum, why)]
 
 
 def _end_world(job: Job) -> Job:
+    """Count the world's steps, once."""
+    if job.phase not in (Phase.RUNNING, Phase.STOPPING):
+        return job
     return _with(job, steps=job.steps + max((exit.steps for exit in job.exits), default=0))
 
 
-def _close_incident(job: Job) -> Outcome:
+def _close_incident(job: Job, failed_again_at_s: float | None = None) -> Outcome:
     if job.incident is None:
         return job, []
     closed = job.incident
+    if closed.started_at_s is not None and closed.recovered_at_s is None:
+        closed = _with(closed, failed_again_at_s=failed_again_at_s)
     return _with(job, incident=None, lost_s=job.lost_s + closed.lost_s), [Closed(closed)]
 
 
 def _finish(job: Job, actions: list[Action], kind: Kind | None, reason: str = "") -> Outcome:
-    return _with(job, phase=Phase.DONE), [*actions, Finish(kind, reason)]
+    job, closed = _close_incident(job)
+    return _with(job, phase=Phase.DONE), [*actions, *closed, Finish(kind, reason)]
 
 
 def _where(exit: RankExit) -> str:

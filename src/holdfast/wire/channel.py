@@ -15,9 +15,10 @@ import msgspec
 
 T = TypeVar("T")
 
-# The largest environment and module lists seen are a tenth of this; the kernel's default send buffer is 208 KiB.
-MAX_PACKET_BYTES = 160 * 1024
+# The kernel's default send buffer is 208 KiB. What is larger, a command line of megabytes say, goes in a nameless file.
+MAX_PACKET_BYTES = 128 * 1024
 MAX_FDS = 16
+_IN_A_FILE = b"\xc1"  # a byte that no msgpack message begins with
 
 
 class ChannelClosed(Exception):
@@ -35,14 +36,20 @@ class Channel(Generic[T]):
         return self._sock.fileno()
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        """Send one message. Raises BlockingIOError on a non-blocking channel that is full."""
         packet = msgspec.msgpack.encode(message)
-        if len(packet) > MAX_PACKET_BYTES:
-            raise ValueError(f"{type(message).__name__} of {len(packet)} bytes is over the {MAX_PACKET_BYTES} allowed")
+        if len(packet) <= MAX_PACKET_BYTES:
+            self._send(packet, fds)
+            return
+        file = os.memfd_create("holdfast-message", os.MFD_CLOEXEC)
+        with open(file, "wb") as writer:
+            writer.write(packet)
+            writer.flush()
+            self._send(_IN_A_FILE, [*fds, file])
+
+    def _send(self, packet: bytes, fds: Sequence[int]) -> None:
         try:
-            if fds:
-                socket.send_fds(self._sock, [packet], list(fds))
-            else:
-                self._sock.send(packet)
+            socket.send_fds(self._sock, [packet], list(fds))
         except (BrokenPipeError, ConnectionResetError) as gone:
             raise ChannelClosed from gone
 
@@ -56,6 +63,12 @@ class Channel(Generic[T]):
             raise ChannelClosed from gone
         if not packet:
             raise ChannelClosed
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        if packet == _IN_A_FILE and fds:
+            with open(fds.pop(), "rb") as reader:
+                reader.seek(0)
+                packet = reader.read()
         try:
             return self._decoder.decode(packet), fds
         except msgspec.MsgspecError:

@@ -161,12 +161,13 @@ FromZygote = Ready | Growing | NotReady | Forked | Exited | Retired | LogsPlanne
 
 
 class Stepped(Message, frozen=True):
-    """A rank finished its first optimizer step; `modules` are the installed modules it imported since the fork."""
+    """A rank finished its first optimizer step; `modules` are the installed modules it imported since the fork,
+    one a line, deflated: a datagram holds 200 KB, and a large framework has thousands."""
 
     rank: int
     generation: int
     at_s: float
-    modules: tuple[str, ...] = ()
+    modules: bytes = b""
 
 
 class Raised(Message, frozen=True):

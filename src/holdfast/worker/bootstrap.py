@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
 import sys
 import time
+import zlib
 from typing import Any, NoReturn
 
 import msgspec
@@ -37,8 +39,6 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         sys.modules["torch"].set_num_threads(request.threads)
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable(file=2, all_threads=True)
-    import gc
-
     gc.enable()
     reporter = Reporter(report_fd, request)
     reporter.watch_steps(Beacon(beacon_fd, request.slot, request.generation))
@@ -94,7 +94,9 @@ class Reporter:
         )
 
     def _first_step(self) -> None:
-        modules = programs.installed_modules(self._modules_before) if self._request.slot == 0 else ()
+        modules = b""
+        if self._request.slot == 0:
+            modules = zlib.compress("\n".join(programs.installed_modules(self._modules_before)).encode(), 1)
         self._send(messages.Stepped(self._request.rank, self._request.generation, time.monotonic(), modules))
 
     def _send(self, report: messages.Message) -> None:

@@ -37,7 +37,7 @@ def describe(failure: BaseException) -> Told:
     where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return Told(
         headline=_headline(failure),
-        traceback=text[-_MAX_TRACEBACK_CHARS:],
+        traceback=_encodable(text[-_MAX_TRACEBACK_CHARS:]),
         where=where,
         distributed=any(_is_distributed(link) for link in _chain(failure)),
         out_of_memory=any(_is_out_of_memory(link) for link in _chain(failure)),
@@ -48,7 +48,12 @@ def _headline(failure: BaseException) -> str:
     """The first line of the exception itself, without notes and without a syntax error's excerpt."""
     name = type(failure).__name__
     lines = [line for line in traceback.format_exception_only(type(failure), failure) if name in line.split(":")[0]]
-    return (lines[0] if lines else name).strip().split("\n")[0][:300]
+    return _encodable((lines[0] if lines else name).strip().split("\n")[0][:300])
+
+
+def _encodable(text: str) -> str:
+    """File names and arguments may hold bytes that are no text; a message cannot."""
+    return text.encode(errors="replace").decode()
 
 
 def show(failure: BaseException) -> None:

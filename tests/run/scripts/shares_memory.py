@@ -1,4 +1,4 @@
-"""A rank with a shared memory block, data loader workers and a child in a session of its own; it never ends by itself."""
+"""A rank with a shared memory block, data loader workers and a child in a session of its own; it never ends."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `trains.py STEPS [FAULT ...]`, a fault being JSON: {"rank": 1, "step": 5, "how": "SIGKILL", "generations": [0]}.
 Step -1 is before the process group exists, step 0 before the first optimizer step. `how` is a signal's name,
-"raise", "exit N", "os._exit N", "deafen" (ignore SIGTERM and sleep) or "leave" (start a process that outlives this one).
+"raise", "exit N", "os._exit N", "deafen" (ignore SIGTERM and sleep) or "leave" (start a process that outlives us).
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ def tell(**news: object) -> None:
     line = json.dumps({"rank": RANK, "generation": GENERATION, "pid": os.getpid(), **news}) + "\n"
     with open(os.environ["NEWS"], "a") as fifo:
         fifo.write(line)
+
+
+def saved_step() -> int:
+    if not os.path.exists(STATE):
+        return 0
+    with open(STATE) as file:
+        return int(file.read())
 
 
 def suffer(step: int) -> None:
@@ -68,7 +75,7 @@ def main() -> None:
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     KEPT.append(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    done = torch.tensor([int(open(STATE).read()) if os.path.exists(STATE) and RANK == 0 else 0])
+    done = torch.tensor([saved_step() if RANK == 0 else 0])
     dist.broadcast(done, 0)
     suffer(0)
     for step in range(int(done) + 1, steps + 1):
