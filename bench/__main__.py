@@ -1,0 +1,7 @@
+"""`make bench`: every benchmark of this machine, one after the other. bench/gpu.py needs a GPU and is run by itself."""
+
+from bench import recovery, start
+
+recovery.main()
+print()
+start.main()
