@@ -172,7 +172,7 @@ def test_a_clean_run_without_a_log_dir_leaves_nothing(job: Job, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--nproc-per-node=gpu",), r"--nproc-per-node=gpu: there is no CUDA device here; use --nproc-per-node=cpu"),
+        (("--nproc-per-node=gpu",), r"--nproc-per-node=gpu: there is no CUDA device here; leave it out"),
         (("--nproc-per-node=tpu",), r"--nproc-per-node=tpu: 'tpu' is not a number, cpu, gpu, xpu or auto"),
         (("--log-dir=/proc/nowhere",), r"--log-dir: cannot write /proc/nowhere: No such file or directory"),
         (("--master-port={port}",), r"cannot listen on port {port} on 127.0.0.1: Address already in use"),

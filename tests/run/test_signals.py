@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -95,3 +96,16 @@ def test_a_signal_before_any_worker_has_started(job: Job) -> None:
     job.signal(signal.SIGTERM)
     assert job.wait(10) == 1
     assert job.leftovers() == []
+
+
+def test_a_job_under_nohup_does_not_hear_sighup(job: Job) -> None:
+    script = job.folder / "hears.py"
+    script.write_text(HEARS)
+    job.start(script, "leave", program=("nohup", sys.executable, "-m", "holdfast", "run"))
+    for _ in range(2):
+        job.news.wait(lambda line: "step" in line)
+    job.signal(signal.SIGHUP)
+    job.signal(signal.SIGTERM)
+    heard(job, "SIGTERM")
+    assert job.wait() == 1
+    assert "stopped by SIGTERM" in job.err

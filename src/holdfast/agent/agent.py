@@ -132,13 +132,18 @@ class Agent:
             sinks.append(torchelastic.ConsoleSink(options.run_id, options.role, self._stderr.write))
         self._records = Records(run_dir, sinks, self.say)
         self._events = self._records.events
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        self._plumbing = Plumbing(self._loop, self._stdout, self._stderr, self.say, template, options.filters)
+        self._plumbing = Plumbing(
+            self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters
+        )
         redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks)
         self._logs = self._own_logs or TorchrunLogs(*redirected)
         nproc = options.nproc if isinstance(options.nproc, int) else await self._count(options.nproc)
+        if options.numa_binding is not None:
+            await self._ask("gpu", f"--numa-binding={options.numa_binding}")
         if options.virtual_local_rank:
             preflight.check_gpus(nproc)
+        if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
+            self.say(f"OMP_NUM_THREADS=1 for each of {nproc} ranks; set it yourself for more")
         self._events.emit(
             "job.started",
             run_id=options.run_id,
@@ -153,27 +158,30 @@ class Agent:
 
     def _workers_env(self) -> dict[str, str]:
         env = {**os.environ, "HOLDFAST_JOB": uuid.uuid4().hex}
-        nproc = self._options.nproc
-        if "OMP_NUM_THREADS" not in env and nproc != 1:
+        if "OMP_NUM_THREADS" not in env and self._options.nproc != 1:
             env["OMP_NUM_THREADS"] = "1"
-            self.say(f"OMP_NUM_THREADS=1 for each of {nproc} ranks; set it yourself for more")
         return env
 
     async def _count(self, kind: str) -> int:
-        self._finished.add_done_callback(lambda _: self._ready.set())
-        await self._ready.wait()
-        if self._finished.done():
-            raise preflight.Refused(self._finished.result().reason)
-        count = await preflight.count_devices(self._helpers, kind)
+        count = await self._ask(kind, f"--nproc-per-node={kind}")
         if count == 1 and "OMP_NUM_THREADS" not in os.environ:
             self._threads = len(os.sched_getaffinity(0))
             self._env["OMP_NUM_THREADS"] = str(self._threads)
         return count
 
+    async def _ask(self, kind: str, flag: str) -> int:
+        """How many devices there are, once torch is there to tell."""
+        self._finished.add_done_callback(lambda _: self._ready.set())
+        await self._ready.wait()
+        if self._finished.done():
+            raise preflight.Refused(self._finished.result().reason)
+        return await preflight.count_devices(self._helpers, kind, flag)
+
     def _take_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for signum in self._options.signals:
-                self._loop.add_signal_handler(signum, self._on_signal, signum)
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup wants SIGHUP to go unheard
+                    self._loop.add_signal_handler(signum, self._on_signal, signum)
 
     def _release_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -210,6 +218,8 @@ class Agent:
         match message:
             case messages.Ready():
                 self._zygote_ready(message)
+            case messages.NotGrown(refused=refused):
+                self._events.emit("zygote.not_grown", refused=refused)
             case messages.NotReady(reason=reason):
                 if not self._finished.done():
                     self._finished.set_result(jobs.Finish(Kind.LAUNCHER, reason))

@@ -248,6 +248,7 @@ class Helpers:
                 unforkable = {name for name, why in ready.refused.items() if why.startswith("it ")}
                 if unforkable:
                     self._abandon_growth(zygote)
+                    self._on_message(messages.NotGrown(ready.refused))
                     self.learn(tuple(n for n in self._wanted if n.partition(".")[0] not in unforkable))
                 else:
                     self._take_over(zygote, ready)

@@ -11,12 +11,12 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import spawn
 from typing import Any
 
 from holdfast.agent.agent import Agent, Result
-from holdfast.agent.logs import Logs
+from holdfast.agent.logs import LogFilters, Logs
 from holdfast.agent.options import Options
 from holdfast.control.restarts import Decide
 from holdfast.observe import explain
@@ -58,6 +58,12 @@ def launch(
     retry_same_error: bool = False,
     virtual_local_rank: bool = False,
     numa_binding: str | None = None,
+    local_addr: str = "127.0.0.1",
+    master_port: int = 0,
+    local_ranks_filter: Collection[int] | None = None,
+    log_line_prefix_template: str | None = None,
+    duplicate_stdout_filters: Sequence[str] = (),
+    duplicate_stderr_filters: Sequence[str] = (),
     logs: Logs | None = None,
     decide: Decide | None = None,
     on_event: Callable[[Event], None] | None = None,
@@ -95,6 +101,11 @@ def launch(
             retry_same_error=retry_same_error,
             virtual_local_rank=virtual_local_rank,
             numa_binding=numa_binding,
+            master_addr=local_addr,
+            master_port=master_port,
+            local_ranks=frozenset(local_ranks_filter) if local_ranks_filter is not None else None,
+            prefix_template=log_line_prefix_template,
+            filters=LogFilters(tuple(duplicate_stdout_filters), tuple(duplicate_stderr_filters)),
         )
         sinks = (on_event,) if on_event is not None else ()
         result = _run_beside(Agent(options, logs=logs, decide=decide, sinks=sinks, quiet=quiet))

@@ -32,5 +32,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tee: int | Mapping[int, int] = 0
     local_ranks: frozenset[int] | None = None
     filters: LogFilters = LogFilters()
+    prefix_template: str | None = None  # of tee'd lines; ${role_name}, ${rank} and ${local_rank} are replaced
     logs_plugin: str | None = None
     event_handler: str = "null"

@@ -58,7 +58,7 @@ def check_gpus(nproc: int) -> None:
         raise Refused(f"--virtual-local-rank: {refusal}; lower --nproc-per-node or name more GPUs") from None
 
 
-async def count_devices(helpers: Helpers, kind: str) -> int:
+async def count_devices(helpers: Helpers, kind: str, flag: str) -> int:
     """Ask torch, in a process of its own: to look at a GPU is to open it, and a zygote must not."""
     loop = asyncio.get_running_loop()
     ours, theirs = channel.pair()
@@ -79,4 +79,4 @@ async def count_devices(helpers: Helpers, kind: str) -> int:
     if isinstance(counted, messages.Counted) and counted.count > 0:
         return counted.count
     reason = counted.reason if isinstance(counted, messages.Counted) else "the process that counted the devices died"
-    raise Refused(f"--nproc-per-node={kind}: {reason}")
+    raise Refused(f"{flag}: {reason}")

@@ -12,7 +12,7 @@ from holdfast.agent.rundir import RunDirectory
 from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
 from holdfast.observe import explain
-from holdfast.observe.events import EventLog, Sink, now_iso
+from holdfast.observe.events import EventLog, Sink, iso
 
 Say = Callable[..., None]
 
@@ -57,7 +57,7 @@ class Records:
         """One file per incident, rewritten when what it cost is known."""
         record = {
             **msgspec.to_builtins(incident),
-            "time": now_iso(),
+            "failed_at": iso(time.time() - (time.monotonic() - incident.failed_at_s)),
             "phases_s": incident.phases_s(),
             "lost_s": incident.lost_s,
         }

@@ -19,11 +19,11 @@ def count_devices(kind: str) -> int:
         return _cpus()
     if kind == "gpu":
         if not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device here; use --nproc-per-node=cpu or a number")
+            raise ValueError("there is no CUDA device here; leave it out, or use a number or cpu")
         return torch.cuda.device_count()
     if kind == "xpu":
         if not torch.xpu.is_available():
-            raise ValueError("there is no XPU device here; use --nproc-per-node=cpu or a number")
+            raise ValueError("there is no XPU device here; use a number or cpu")
         return torch.xpu.device_count()
     if kind == "auto":
         accelerator: Any = torch.accelerator

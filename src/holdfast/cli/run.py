@@ -79,6 +79,7 @@ def read(args: Namespace) -> Options:
         tee=_std("--tee", args.tee),
         local_ranks=_local_ranks(args.local_ranks_filter),
         filters=LogFilters(_filters(args.duplicate_stdout_filters), _filters(args.duplicate_stderr_filters)),
+        prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_plugin=args.logs_specs,
         event_handler=_one_of("--event-log-handler", args.event_log_handler, HANDLERS),
     )

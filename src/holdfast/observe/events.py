@@ -35,7 +35,7 @@ class EventLog:
         self._complained = False
 
     def emit(self, name: str, **data: Any) -> None:
-        event = Event(name, round(time.monotonic() - self._start_s, 6), now_iso(), data)
+        event = Event(name, round(time.monotonic() - self._start_s, 6), iso(time.time()), data)
         if self._fd >= 0:
             line = msgspec.json.encode(event) + b"\n"
             try:
@@ -58,5 +58,5 @@ class EventLog:
             self._fd = -1
 
 
-def now_iso() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def iso(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -16,8 +16,7 @@ def opened(incident: Incident) -> list[str]:
         if incident.rank is not None
         else ""
     )
-    process = f" (pid {incident.pid}, {incident.uptime_s:.1f} s into generation {incident.generation})"
-    lines = [f"{incident.what}{at}{process if incident.pid else ''}"]
+    lines = [f"{incident.what}{at}{_process(incident)}"]
     if incident.followers:
         lines.append("  then " + _followers(incident))
     lines.append(f"  {incident.action}")
@@ -33,7 +32,7 @@ def closed(incident: Incident) -> list[str]:
 
 def given_up(incident: Incident, run_dir: str | None) -> list[str]:
     """All that is known about the failure that ended the job."""
-    lines = [f"the job failed: {incident.what}"]
+    lines = [f"the job failed: {incident.what}{_process(incident)}"]
     body = incident.traceback.rstrip().splitlines() or list(incident.stderr_tail[-STDERR_LINES:])
     if body:
         lines.append("  its traceback:" if incident.traceback else "  the last lines of its stderr:")
@@ -72,6 +71,12 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _process(incident: Incident) -> str:
+    if incident.pid is None:
+        return ""
+    return f" (pid {incident.pid}, {duration(incident.uptime_s)} into generation {incident.generation})"
 
 
 def _followers(incident: Incident) -> str:

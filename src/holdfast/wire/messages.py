@@ -118,6 +118,12 @@ class Growing(Message, frozen=True):
     pid: int
 
 
+class NotGrown(Message, frozen=True):
+    """A zygote-to-be holds a module that cannot be forked, and ends; the next one does without it."""
+
+    refused: dict[str, str]
+
+
 class NotReady(Message, frozen=True):
     """This zygote cannot start, for a reason that is the user's to mend."""
 
@@ -154,7 +160,7 @@ class LogsPlanned(Message, frozen=True):
     error: str = ""
 
 
-FromZygote = Ready | Growing | NotReady | Forked | Exited | Retired | LogsPlanned
+FromZygote = Ready | Growing | NotGrown | NotReady | Forked | Exited | Retired | LogsPlanned
 
 
 # -- worker to agent, on the world's report socket --------------------------------------------------------------------

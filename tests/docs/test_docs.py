@@ -1,0 +1,167 @@
+"""The documents against the program: every example runs, every link leads somewhere, every flag exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from holdfast.cli.flags import make_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = Path(__file__).with_name("train.py")
+WAIT_S = 100.0
+README_LINES = 150
+
+DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.stat().st_size > 0)
+# Those with examples: a changelog or a security policy has none to run.
+GUIDES = [path for path in DOCUMENTS if path.parent.name == "docs" or path.name in ("README.md", "CONTRIBUTING.md")]
+
+# Flags that the documents name and that are not of `holdfast run`, with the program they belong to.
+FLAGS_OF_OTHERS = {
+    "--help": "argparse",
+    "--kills": "bench.recovery",
+    "--peer-kills": "bench.recovery",
+    "--timeout": "bench.recovery",
+    "--runs": "bench.start",
+    "--workers-stop-timeout": "ft_launcher",
+    "--local-rank": "torch.distributed.launch",
+    "--use-env": "torch.distributed.launch",
+}
+
+# What an example only shows: it sets up a checkout or an environment, which tests cannot do in theirs.
+SET_UP = re.compile(r"(?m)(?:^|&&|;)\s*(?:\S*/)?(?:make|git clone|pip3? install|python3? -m (?:venv|pip))(?:\s|$)")
+MAKE = re.compile(r"(?m)(?:^|&&|;)\s*make\b([^&;|#\n]*)")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|^\[[^\]]+\]:\s*(\S+)", re.M)
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    document: Path
+    line: int
+    info: str
+    text: str
+
+    @property
+    def language(self) -> str:
+        return self.info.split(" ")[0] if re.fullmatch(r"(bash|python)( exits=\d+)?", self.info) else ""
+
+    @property
+    def lines(self) -> range:
+        return range(self.line, self.line + self.text.count("\n") + 2)
+
+    @property
+    def exits(self) -> int:
+        return int(self.info.partition("exits=")[2] or "0")
+
+    @property
+    def is_set_up(self) -> bool:
+        return self.language == "bash" and SET_UP.search(self.text) is not None
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(document: Path) -> Iterator[Block]:
+    opened: tuple[str, str, int] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(document.read_text().splitlines(), 1):
+        fence = re.match(r"\s*(`{3,})(.*)$", line)
+        if opened is None and fence is not None:
+            opened, lines = (fence[1], fence[2].strip(), number), []
+        elif opened is not None and line.strip() == opened[0]:
+            text = textwrap.dedent("".join(f"{line}\n" for line in lines))
+            yield Block(document, opened[2], opened[1], text)
+            opened = None
+        elif opened is not None:
+            lines.append(line)
+    assert opened is None, f"{document.name}:{opened and opened[2]}: a block without an end"
+
+
+def prose_of(document: Path) -> str:
+    """The text without its fenced blocks and inline code."""
+    lines = document.read_text().splitlines()
+    for block in blocks_of(document):
+        for number in block.lines:
+            lines[number - 1] = ""
+    return re.sub(r"`[^`\n]*`", "", "\n".join(lines))
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The headings' anchors, by GitHub's rule: lower case, no punctuation, dashes for spaces, a number if repeated."""
+    seen: dict[str, int] = {}
+    in_blocks = {number for block in blocks_of(document) for number in block.lines}
+    for number, line in enumerate(document.read_text().splitlines(), 1):
+        if number not in in_blocks and (heading := re.match(r"#{1,6}\s+(.*)$", line)):
+            slug = re.sub(r"[^\w\- ]", "", heading[1].strip().lower()).replace(" ", "-")
+            seen[slug] = seen.get(slug, 0) + 1
+    return {slug if n == 0 else f"{slug}-{n}" for slug, count in seen.items() for n in range(count)}
+
+
+BLOCKS = [block for document in GUIDES for block in blocks_of(document)]
+EXAMPLES = [block for block in BLOCKS if block.language and not block.is_set_up]
+
+
+@pytest.mark.parametrize("block", EXAMPLES, ids=str)
+def test_an_example_runs(block: Block, tmp_path: Path) -> None:
+    folder, temporary = tmp_path / "here", tmp_path / "tmp"
+    folder.mkdir()
+    temporary.mkdir()
+    shutil.copy(TRAIN, folder)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
+    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "TMPDIR": str(temporary)}
+    if block.language == "python":
+        (folder / "example.py").write_text(block.text)
+        command = ["python", "example.py"]
+    else:
+        command = ["bash", "-eu", "-c", block.text]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == block.exits, f"{block}\n{block.text}\nstdout:\n{done.stdout}\nstderr:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_set_up], ids=str)
+def test_set_up_names_only_targets_that_exist(block: Block) -> None:
+    targets = set(re.findall(r"(?m)^([A-Za-z][\w-]*):", (ROOT / "Makefile").read_text()))
+    named = {word for words in MAKE.findall(block.text) for word in words.split() if "=" not in word}
+    assert {word for word in named if not word.startswith("-")} <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    broken: list[str] = []
+    for inline, reference in LINK.findall(prose_of(document)):
+        link = inline or reference
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_exist(document: Path) -> None:
+    ours = {spelling for action in make_parser()._actions for spelling in action.option_strings}
+    unknown = set(FLAG.findall(document.read_text())) - ours - FLAGS_OF_OTHERS.keys()
+    assert unknown == set(), "no flag of `holdfast run`; another program's belongs in FLAGS_OF_OTHERS"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_examples_are_found() -> None:
+    """Should the finder go blind, nothing would fail."""
+    assert {block.language for block in EXAMPLES} == {"bash", "python"}
+    assert {block.document.name for block in EXAMPLES} >= {"run.md", "api.md"}
