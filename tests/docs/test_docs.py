@@ -28,6 +28,7 @@ GUIDES = [path for path in DOCUMENTS if path.parent.name == "docs" or path.name 
 # Flags that the documents name and that are not of `holdfast run`, with the program they belong to.
 FLAGS_OF_OTHERS = {
     "--help": "argparse",
+    "--strict": "mypy",
     "--kills": "bench.recovery",
     "--peer-kills": "bench.recovery",
     "--timeout": "bench.recovery",
@@ -41,7 +42,7 @@ FLAGS_OF_OTHERS = {
 SET_UP = re.compile(r"(?m)(?:^|&&|;)\s*(?:\S*/)?(?:make|git clone|pip3? install|python3? -m (?:venv|pip))(?:\s|$)")
 MAKE = re.compile(r"(?m)(?:^|&&|;)\s*make\b([^&;|#\n]*)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|^\[[^\]]+\]:\s*(\S+)", re.M)
-FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+FLAG = re.compile(r"(?<![\w#-])--[a-z][\w-]*")
 
 
 class Block(NamedTuple):
