@@ -251,3 +251,19 @@ def test_the_program_refuses_as_its_parts_do() -> None:
         ended = holdfast(*argv)
         assert word in the_line(ended.stderr)
         assert (ended.returncode, ended.stdout) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["-m", "no.such.module"], "no module 'no'"),
+        (["--no-python", "no-such-program"], "no program 'no-such-program'"),
+        (["/"], "'/' is a directory without a __main__.py"),
+    ],
+)
+def test_a_program_that_is_not_there_is_refused_before_any_worker(
+    argv: list[str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert names in line

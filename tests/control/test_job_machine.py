@@ -261,7 +261,7 @@ def test_exhausted_restarts_finish_the_job_with_the_cause() -> None:
         story.ends(0, -signal.SIGKILL, after_s=FOREVER_S)
         actions = story.ends(1, -signal.SIGTERM)
     assert kinds(actions) == [ClearLeftovers, Closed, Opened, Closed, Finish]
-    assert the(actions, Finish) == Finish(Kind.SIGNAL, "all 1 restarts are used")
+    assert the(actions, Finish) == Finish(Kind.SIGNAL, "no restart: all 1 are used")
     assert not the(actions, Opened).incident.restarted
     assert story.job.history.spent == 1
 
@@ -269,7 +269,7 @@ def test_exhausted_restarts_finish_the_job_with_the_cause() -> None:
 def test_without_restarts_the_first_failure_is_the_end() -> None:
     story = Story(max_restarts=0).starts()
     story.ends(0, 3)
-    assert the(story.ends(1, -signal.SIGTERM), Finish) == Finish(Kind.ERROR, "--max-restarts is 0")
+    assert the(story.ends(1, -signal.SIGTERM), Finish) == Finish(Kind.ERROR, "no restart: --max-restarts is 0")
 
 
 def test_the_same_error_three_times_before_a_step_ends_the_job() -> None:

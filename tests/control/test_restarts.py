@@ -49,11 +49,11 @@ def test_asking_twice_is_free() -> None:
 def test_the_last_restart_is_the_limit() -> None:
     history = History(2).charged().charged()
     assert history.left == 0
-    assert decide(history, a_failure()) == GiveUp("all 2 restarts are used")
+    assert decide(history, a_failure()) == GiveUp("no restart: all 2 are used")
 
 
 def test_without_restarts_the_reason_is_the_flag() -> None:
-    assert decide(History(0), a_failure()) == GiveUp("--max-restarts is 0")
+    assert decide(History(0), a_failure()) == GiveUp("no restart: --max-restarts is 0")
 
 
 def test_seeing_a_failure_charges_nothing() -> None:
@@ -111,7 +111,7 @@ def test_what_may_be_the_machines_fault_is_never_the_same_error(failure: Failure
 
 
 def test_exhausted_restarts_are_the_reason_even_without_the_same_error() -> None:
-    assert decide_unless_same_error(History(1).charged(), a_failure()) == GiveUp("all 1 restarts are used")
+    assert decide_unless_same_error(History(1).charged(), a_failure()) == GiveUp("no restart: all 1 are used")
 
 
 # -- crash loops ------------------------------------------------------------------------------------------------------

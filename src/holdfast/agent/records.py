@@ -47,9 +47,9 @@ class Records:
             self._say(*explain.given_up(last, self.run_dir.path))
         elif kind is not None:
             self._say(reason)
-        if self.incidents:
+        if any(incident.restarted for incident in self.incidents):
             self._say(*explain.summary(steps, self.incidents, wall_s))
-        else:
+        if not self.incidents:
             self.run_dir.discard_if_temporary()
         return last
 

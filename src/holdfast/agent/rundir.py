@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -19,6 +20,8 @@ class RunDirectory:
             return
         if log_dir is None:
             log_dir = self._temporary_root = tempfile.mkdtemp(prefix="holdfast_")
+        if os.path.isfile(log_dir):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), log_dir)
         os.makedirs(log_dir, exist_ok=True)
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in run_id)
         self.path = tempfile.mkdtemp(prefix=f"{safe}_", dir=log_dir)

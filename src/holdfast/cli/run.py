@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -11,6 +12,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 
 from holdfast.agent.agent import Agent
 from holdfast.agent.logs import LogFilters, parse_std
@@ -55,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
 
 def read(args: Namespace) -> Options:
     """Check every flag that can be checked without torch, and say what is wrong in one line."""
+    if not _has_directory():
+        raise Usage("the current directory has been removed; change to one that exists")
     smallest, largest = _nodes(args.nnodes)
     if smallest > 1:
         raise Usage(f"--nnodes={args.nnodes}: this version runs on one node; use --nnodes=1 or --standalone")
@@ -85,6 +89,13 @@ def read(args: Namespace) -> Options:
     )
 
 
+def _has_directory() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
+
+
 def notes(args: Namespace) -> list[str]:
     """What was asked for and has no effect. Nothing is ignored in silence."""
     said: list[str] = []
@@ -107,9 +118,13 @@ def _program(args: Namespace) -> Program:
     if args.module and args.no_python:
         raise Usage("--module and --no-python exclude each other; a module is run by Python")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    _check_program("PYTHON_EXEC", interpreter)
     if args.no_python and not args.run_path:
+        _check_program("--no-python", target)
         return Command((target, *rest))
-    if not args.module:
+    if args.module:
+        _check_module(target)
+    else:
         _check_script(target)
     if args.cold_start or interpreter != sys.executable:
         return Command((interpreter, "-u", *(["-m"] if args.module else []), target, *rest))
@@ -119,8 +134,23 @@ def _program(args: Namespace) -> Program:
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
         raise Usage(f"there is no script {path!r}; {_near_file(path) or 'check its path'}")
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
+        raise Usage(f"{path!r} is a directory without a __main__.py; name a script")
     if not os.access(path, os.R_OK):
         raise Usage(f"the script {path!r} cannot be read; check its permissions")
+
+
+def _check_module(name: str) -> None:
+    """Only whether its top package is there: to look further would be to import it, here."""
+    top = name.partition(".")[0]
+    path = [os.getcwd(), *sys.path]
+    if top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None:
+        raise Usage(f"there is no module {top!r} in the current directory or on the path; check its name")
+
+
+def _check_program(flag: str, name: str) -> None:
+    if shutil.which(name) is None:
+        raise Usage(f"{flag}: there is no program {name!r} that can be run; check its path and permissions")
 
 
 def _near_file(path: str) -> str:

@@ -71,8 +71,8 @@ Decide = Callable[[History, Failure], Restart | GiveUp]
 def decide(history: History, failure: Failure) -> Restart | GiveUp:
     """Asking twice is free. `history` has this failure in it already."""
     if history.left <= 0:
-        spent = f"all {history.limit} restarts are used" if history.limit else "--max-restarts is 0"
-        return GiveUp(spent)
+        why = f"all {history.limit} are used" if history.limit else "--max-restarts is 0"
+        return GiveUp(f"no restart: {why}")
     return Restart(f"restart {history.spent + 1} of {history.limit}", after_s=backoff_s(history.early_in_a_row))
 
 
