@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from collections.abc import Iterable, Iterator
 
@@ -85,6 +86,19 @@ def signal_all(pids: Iterable[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
+
+
+def end(pid: int, wait_s: float) -> None:
+    """Kill a process, and wait until it holds nothing any more."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal_all([pid], signal.SIGKILL)
+        select.select([fd], [], [], wait_s)
+    finally:
+        os.close(fd)
 
 
 def signal_session(pid: int, signum: int) -> None:

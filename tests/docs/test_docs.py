@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from holdfast.cli.flags import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = Path(__file__).with_name("train.py")
-WAIT_S = 100.0
+WAIT_S = 60.0
 README_LINES = 150
 
 DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.stat().st_size > 0)
@@ -126,8 +127,27 @@ def test_an_example_runs(block: Block, tmp_path: Path) -> None:
         command = ["python", "example.py"]
     else:
         command = ["bash", "-eu", "-c", block.text]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == block.exits, f"{block}\n{block.text}\nstdout:\n{done.stdout}\nstderr:\n{done.stderr}"
+    code, output = run(command, folder, env)
+    assert code == block.exits, f"{block}\n{block.text}\nprinted:\n{output}"
+
+
+def run(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int | None, str]:
+    """Its exit code and all it printed; no code if it took too long, and then nothing of it is left either."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+    return process.returncode, output
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_set_up], ids=str)

@@ -12,7 +12,7 @@ STEPS = 6
 CHECKPOINT = "checkpoint.pt"
 
 
-def main() -> None:
+def main() -> DistributedDataParallel:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -31,7 +31,8 @@ def main() -> None:
             os.replace(CHECKPOINT + ".part", CHECKPOINT)
             print(f"step {step}", flush=True)
     dist.destroy_process_group()
+    return model
 
 
 if __name__ == "__main__":
-    main()
+    kept = main()  # torch 2.13 can deadlock when a model is freed right after its last collective on gloo

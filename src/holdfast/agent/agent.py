@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -70,12 +70,10 @@ class Agent:
         self._world: RunningWorld | None = None
         self._destinations: dict[int, Destination] = {}
         self._helpers_ready = False
-        self._waiting: Callable[[], None] | None = None  # a launch that waits for the last store keeper to be gone
         self._stop_signal: int | None = None
         self._threads: int | None = None
         self._plan: asyncio.Future[messages.LogsPlanned] | None = None
         self._learned = False
-        self._keeper_alive = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -86,6 +84,7 @@ class Agent:
         self._ready = asyncio.Event()
         self._stdout, self._stderr = Console(1, loop), Console(2, loop)
         self._oom = OomWatch()
+        self._listener = socket.socket()
         adopted = linux.adopt_orphans()
         self._take_signals()
         self._env = self._workers_env()
@@ -103,6 +102,7 @@ class Agent:
             self._oom.close()
             linux.adopt_orphans(adopted)
             self._release_signals()
+            self._listener.close()
             self._stdout.close()
             self._stderr.close()
 
@@ -135,7 +135,7 @@ class Agent:
         self._plumbing = Plumbing(
             self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters
         )
-        redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks)
+        redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks, self.say)
         self._logs = self._own_logs or TorchrunLogs(*redirected)
         nproc = options.nproc if isinstance(options.nproc, int) else await self._count(options.nproc)
         if options.numa_binding is not None:
@@ -249,10 +249,6 @@ class Agent:
 
     def _process_exited(self, message: messages.Exited) -> None:
         if self._world is None:
-            self._keeper_alive = False
-            if self._waiting is not None:
-                waiting, self._waiting = self._waiting, None
-                waiting()
             return
         generation = self._world.world.generation
         exit = self._world.exited(message)
@@ -308,11 +304,8 @@ class Agent:
             self._helpers.start()
 
     def _launch(self, launch: jobs.Launch) -> None:
-        """Bring up a world; with a fixed port only once the last store keeper has let go of it."""
+        """Bring up a world. The first one has the socket that was opened to see whether it can be."""
         if launch.generation > 0:
-            if self._options.master_port and self._helpers.running and self._keeper_alive:
-                self._waiting = lambda: self._launch(launch)
-                return
             self._listener = preflight.listen(self._options.master_addr, self._options.master_port)
         options = self._options
         assert self._job is not None
@@ -364,9 +357,8 @@ class Agent:
 
     def _close_world(self) -> None:
         if self._world is not None:
-            self._world.close()
+            self._world.close(free_port=bool(self._options.master_port))
             self._plumbing.end_world()
-            self._keeper_alive = not self._world.keeper_gone
             self._world = None
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,9 @@ class TorchrunLogs:
         redirects: int | Mapping[int, int] = 0,
         tee: int | Mapping[int, int] = 0,
         local_ranks: frozenset[int] | None = None,
+        complain: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._complain = complain
         self._run_dir = run_dir
         self._redirects = redirects
         self._tee = tee
@@ -67,10 +69,7 @@ class TorchrunLogs:
         tee = std_of(self._tee, local_rank)
         redirect = std_of(self._redirects, local_rank) | tee
         shown = self._local_ranks is None or local_rank in self._local_ranks
-        folder = ""
-        if self._run_dir is not None:
-            folder = os.path.join(self._run_dir, f"attempt_{generation}", str(local_rank))
-            os.makedirs(folder, exist_ok=True)
+        folder = self._folder(generation, local_rank)
 
         def file(std: int, name: str) -> str:
             return os.path.join(folder, name) if folder and redirect & std else ""
@@ -83,6 +82,20 @@ class TorchrunLogs:
             prefixed=bool(tee),
             error_file=os.path.join(folder, "error.json") if folder else "",
         )
+
+    def _folder(self, generation: int, local_rank: int) -> str:
+        """Made now; a disk that has become full costs logs, not the restart."""
+        if self._run_dir is None:
+            return ""
+        folder = os.path.join(self._run_dir, f"attempt_{generation}", str(local_rank))
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as failure:
+            self._complain(
+                f"cannot make {folder}: {failure.strerror}; training goes on without logs of this generation"
+            )
+            return ""
+        return folder
 
 
 class RankOutput:

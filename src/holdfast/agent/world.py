@@ -146,10 +146,11 @@ class RunningWorld:
     def pids(self) -> dict[int, int]:
         return {self.world.first_rank + r: pid for r, pid in self._pids.items() if r != KEEPER}
 
-    def close(self) -> None:
-        """The ranks are gone: end the store, the streams and the pages."""
+    def close(self, free_port: bool = False) -> None:
+        """The ranks are gone: end the store, the streams and the pages. A port that the next world is to have again is
+        waited for; a killed keeper takes milliseconds to let go of it."""
         if (keeper := self._pids.get(KEEPER)) is not None and not self.keeper_gone:
-            linux.signal_all([keeper], signal.SIGKILL)
+            linux.end(keeper, wait_s=1.0 if free_port else 0.0)
         self.read_reports()
         self._loop.remove_reader(self._reports.fileno())
         self._reports.close()
