@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +119,29 @@ def test_it_runs_in_a_thread_and_twice_at_once() -> None:
     for thread in threads:
         thread.join()
     assert sorted(result[0] for result in results) == [1, 201]
+
+
+def leave_early() -> int:
+    if os.environ["RANK"] == "1":
+        raise SystemExit(0)
+    return 5
+
+
+def test_a_rank_that_leaves_early_returns_nothing() -> None:
+    assert holdfast.launch(leave_early, nproc=2) == {0: 5, 1: None}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"nproc": 0}, {"max_restarts": -1}, {"shutdown_timeout_s": -1.0}, {"numa_binding": "moon"}]
+)
+def test_values_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+        holdfast.launch(fail_on_odd_ranks, **wrong)
+
+
+def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("import holdfast\ndef one():\n    return 1\nholdfast.launch(one, nproc=1)\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "put the call under if __name__ == '__main__'" in done.stderr

@@ -27,7 +27,7 @@ def test_a_world_has_a_page_for_each_rank(pages_fd: int) -> None:
 
 def test_a_page_that_nobody_has_written_has_no_steps(pages_fd: int) -> None:
     page = Page(pages_fd, 1)
-    assert (page.steps, page.last_step_s) == (0, 0.0)
+    assert (page.steps, page.last_step_s) == (None, 0.0)
 
 
 def test_a_page_is_read_while_its_rank_steps(pages_fd: int) -> None:
@@ -53,12 +53,12 @@ def test_ranks_do_not_touch_each_others_pages(pages_fd: int) -> None:
     last = Beacon(pages_fd, 2, generation=0)
     last.step_done()
     last.step_done()
-    assert [Page(pages_fd, slot).steps for slot in range(3)] == [1, 0, 2]
+    assert [Page(pages_fd, slot).steps for slot in range(3)] == [1, None, 2]
 
 
 def test_a_page_without_the_mark_is_not_believed(pages_fd: int) -> None:
     os.pwrite(pages_fd, b"\xff" * 24, 8)
-    assert Page(pages_fd, 0).steps == 0
+    assert Page(pages_fd, 0).steps is None
 
 
 def test_a_page_can_be_read_after_the_file_is_closed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -107,8 +108,10 @@ class Agent:
             self._stderr.close()
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
-        """End the job as that signal would; may be called from any thread."""
-        self._loop.call_soon_threadsafe(self._on_signal, signum)
+        """End the job as that signal would; may be called from any thread, also before it runs and after it has."""
+        self._stop_signal = self._stop_signal or signum
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_signal, signum)
 
     def say(self, *lines: str) -> None:
         """Tell the person at the console."""
@@ -245,7 +248,7 @@ class Agent:
         self._helpers_ready = False
         if self._job is None and not self._finished.done():
             self._finished.set_result(jobs.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
-        self._advance(jobs.HelpersLost(what))
+        self._advance(jobs.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
     def _process_exited(self, message: messages.Exited) -> None:
         if self._world is None:

@@ -17,11 +17,12 @@ from typing import Any
 
 from holdfast.agent.agent import Agent, Result
 from holdfast.agent.logs import LogFilters, Logs
-from holdfast.agent.options import Options
+from holdfast.agent.options import NUMA_MODES, Options
 from holdfast.control.restarts import Decide
 from holdfast.observe import explain
 from holdfast.observe.events import Event
 from holdfast.wire.messages import Command, Function, Program
+from holdfast.worker import programs
 
 
 class JobFailed(Exception):
@@ -79,6 +80,13 @@ def launch(
     to a restart (`decide`, from the history and the failure to `Restart` or `GiveUp`), and who hears of events
     (`on_event`). They are plain Python, called in this process.
     """
+    if programs.loading:
+        raise RuntimeError(
+            "holdfast.launch was called while a rank imported this script; put the call under if __name__ == '__main__'"
+        )
+    _check(nproc, max_restarts, shutdown_timeout_s, numa_binding)
+    if isinstance(function, str):
+        function = [function]
     private = tempfile.mkdtemp(prefix="holdfast_call_")
     try:
         program: Program
@@ -115,6 +123,17 @@ def launch(
         return {rank: _load_result(private, rank) if callable(function) else None for rank in ranks}
     finally:
         shutil.rmtree(private, ignore_errors=True)
+
+
+def _check(nproc: int | str, max_restarts: int, shutdown_timeout_s: float, numa_binding: str | None) -> None:
+    if isinstance(nproc, int) and nproc < 1:
+        raise ValueError(f"nproc={nproc}: at least 1 is meant")
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts={max_restarts}: at least 0 is meant")
+    if not shutdown_timeout_s >= 0:
+        raise ValueError(f"shutdown_timeout_s={shutdown_timeout_s}: at least 0 is meant")
+    if numa_binding not in (None, *NUMA_MODES):
+        raise ValueError(f"numa_binding={numa_binding!r}: one of {', '.join(NUMA_MODES)} is meant")
 
 
 def _run_beside(agent: Agent) -> Result:
@@ -164,5 +183,9 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _load_result(private: str, rank: int) -> Any:
-    with open(os.path.join(private, f"result-{rank}"), "rb") as file:
+    """None for a rank that ended itself with `sys.exit(0)`."""
+    path = os.path.join(private, f"result-{rank}")
+    if not os.path.exists(path):
+        return None
+    with open(path, "rb") as file:
         return pickle.load(file)

@@ -10,6 +10,7 @@ import msgspec
 from holdfast.agent.logs import LogFilters
 from holdfast.wire.messages import Program
 
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 

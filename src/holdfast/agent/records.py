@@ -48,7 +48,7 @@ class Records:
         elif kind is not None:
             self._say(reason)
         if any(incident.restarted for incident in self.incidents):
-            self._say(*explain.summary(steps, self.incidents, wall_s))
+            self._say(*explain.summary(steps, self.incidents, wall_s, self.run_dir.path if last is None else None))
         if not self.incidents:
             self.run_dir.discard_if_temporary()
         return last

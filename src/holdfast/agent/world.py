@@ -143,6 +143,10 @@ class RunningWorld:
             if (pid := self._pids.get(rank - self.world.first_rank)) is not None:
                 linux.signal_session(pid, signum)
 
+    def steps(self) -> int | None:
+        """The most that any rank has done."""
+        return max((page.steps for page in self._pages if page.steps is not None), default=None)
+
     def pids(self) -> dict[int, int]:
         return {self.world.first_rank + r: pid for r, pid in self._pids.items() if r != KEEPER}
 

@@ -30,6 +30,9 @@ Work = Callable[[], None]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp")
 
 
+_log_plans: dict[str, LogsSpecs] = {}  # a grown zygote inherits them, with what they remember
+
+
 def main(channel_fd: int, extra: tuple[str, ...] = ()) -> None:
     """Serve until the agent is gone. Returns only in a child, when its work is done."""
     link: channel.Channel[messages.ToZygote] = channel.Channel(channel.adopt(channel_fd), messages.ToZygote)
@@ -61,7 +64,6 @@ class Zygote:
         self._link = link
         self._children: set[int] = set()
         self._retired = False
-        self._log_plans: dict[str, LogsSpecs] = {}
         self._wakeup_r, self._wakeup_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wakeup_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -154,7 +156,7 @@ class Zygote:
         from holdfast.agent import torch_plugins
 
         try:
-            return torch_plugins.plan_logs(self._log_plans, request)
+            return torch_plugins.plan_logs(_log_plans, request)
         except Exception as failure:
             reason = f"{type(failure).__name__}: {failure}"
             return messages.LogsPlanned({}, {}, {}, {}, {}, "", "", error=reason)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from holdfast._version import __version__
+from holdfast.agent.options import NUMA_MODES
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {"restart_policy", "retry_same_error", "exit_code_from_cause", "cold_start"}
-NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 _EPILOG = """\
 Every option may be spelled with dashes or underscores, and torchrun's may be given as PET_<OPTION> in the environment.

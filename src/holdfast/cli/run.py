@@ -74,7 +74,7 @@ def read(args: Namespace) -> Options:
         signals=_signals(args.signals_to_handle),
         retry_same_error=args.retry_same_error,
         exit_code_from_cause=args.exit_code_from_cause,
-        master_addr=args.local_addr or _unbracketed(args.master_addr),
+        master_addr=_unbracketed(args.local_addr or args.master_addr),
         master_port=0 if args.standalone else args.master_port or 0,
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=args.numa_binding,
@@ -105,12 +105,18 @@ def notes(args: Namespace) -> list[str]:
         said.append("--start-method has no effect: ranks are forked from a process that has torch loaded")
     if _nodes(args.nnodes)[1] > 1:
         said.append(f"--nnodes={args.nnodes}: this version starts on this node alone; others cannot join yet")
-    unused = ["rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"]
-    given = [f"--{name.replace('_', '-')}" for name in unused if name in args.given]
-    if given:
+    if args.event_log_handler == "dynamic_rendezvous":
+        said.append("--event-log-handler=dynamic_rendezvous has no effect: there is no such rendezvous here")
+    if args.standalone:
+        said += [f"{flag} is not used with --standalone" for flag in _given(args, "rdzv_id", "master_port")]
+    if given := _given(args, "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"):
         verb = "have" if len(given) > 1 else "has"
         said.append(f"{', '.join(given)} {verb} no effect on a single node")
     return said
+
+
+def _given(args: Namespace, *names: str) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in names if name in args.given]
 
 
 def _program(args: Namespace) -> Program:

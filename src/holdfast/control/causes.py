@@ -44,7 +44,7 @@ class RankExit(msgspec.Struct, frozen=True):
     pid: int
     status: int  # exit code, or minus the signal
     at_s: float
-    steps: int = 0
+    steps: int | None = None  # None where they cannot be seen
     raised: Raised | None = None
     stderr_tail: tuple[str, ...] = ()
     oom_killed: bool = False

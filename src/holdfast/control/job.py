@@ -42,6 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     sent: frozenset[int] = frozenset()  # signals that this world's ranks were sent
     stop_signal: int | None = None  # the job was told to end
     keeper_lost_at_s: float | None = None
+    helpers_lost_steps: int | None = None  # known from the beacons of ranks that died with their zygote
     incident: Incident | None = None  # the open one
     incidents: int = 0
     steps: int = 0  # in worlds that have ended
@@ -59,6 +60,7 @@ class HelpersLost(msgspec.Struct, frozen=True):
     """The zygote or the janitor was killed, and every worker with it."""
 
     what: str
+    steps: int | None = None  # that its ranks had done
 
 
 class KeeperLost(msgspec.Struct, frozen=True):
@@ -159,8 +161,8 @@ def advance(job: Job, now_s: float, event: Event, decide: Decide = decide_unless
     match event:
         case HelpersReady() if job.phase is Phase.PREPARING:
             return _launch(job, now_s)
-        case HelpersLost(what=what):
-            return _helpers_lost(job, now_s, what, decide)
+        case HelpersLost(what=what, steps=steps):
+            return _helpers_lost(_with(job, helpers_lost_steps=steps), now_s, what, decide)
         case KeeperLost(generation=generation) if generation == job.generation and job.phase is Phase.RUNNING:
             job = _with(job, phase=Phase.STOPPING, stop_sent_at_s=now_s, keeper_lost_at_s=now_s)
             return _stop(job, signal.SIGTERM, "the store keeper was killed")
@@ -191,6 +193,7 @@ def _launch(job: Job, now_s: float) -> Outcome:
         launched_at_s=now_s,
         sent=frozenset(),
         keeper_lost_at_s=None,
+        helpers_lost_steps=None,
         incident=incident,
     )
     return job, [Launch(job.generation, job.history.spent)]
@@ -257,7 +260,7 @@ def _answer(
     job, closed = _close_incident(job, opened.failed_at_s)  # its ranks never all stepped, so it is still open
     actions = actions + closed
     uptime_s = opened.failed_at_s - job.launched_at_s
-    steps = max((exit.steps for exit in job.exits), default=0)
+    steps = _steps(job)
     failure = Failure(opened.kind, opened.rank or 0, opened.headline, where, raised, steps, uptime_s)
     history = job.history.seen(failure)
     decision = decide(history, failure)
@@ -353,7 +356,15 @@ def _end_world(job: Job) -> Job:
     """Count the world's steps, once."""
     if job.phase not in (Phase.RUNNING, Phase.STOPPING):
         return job
-    return _with(job, steps=job.steps + max((exit.steps for exit in job.exits), default=0))
+    return _with(job, steps=job.steps + (_steps(job) or 0))
+
+
+def _steps(job: Job) -> int | None:
+    """The most that any rank of this world has done; None where that cannot be seen."""
+    seen = [exit.steps for exit in job.exits if exit.steps is not None]
+    if job.helpers_lost_steps is not None:
+        seen.append(job.helpers_lost_steps)
+    return max(seen, default=None)
 
 
 def _close_incident(job: Job, failed_again_at_s: float | None = None) -> Outcome:

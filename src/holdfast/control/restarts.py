@@ -23,7 +23,7 @@ class Failure(msgspec.Struct, frozen=True):
     headline: str
     where: str  # file and line of an exception, or ''
     raised: bool  # an exception, rather than an exit code or a signal
-    steps: int  # the most steps that any rank had done in this world
+    steps: int | None  # the most steps that any rank had done in this world; None where that cannot be seen
     uptime_s: float
 
 
@@ -42,7 +42,7 @@ class History(msgspec.Struct, frozen=True):
 
     def seen(self, failure: Failure) -> History:
         """The history with this failure in it. What a restart costs is charged by whoever restarts."""
-        early = failure.steps == 0 and failure.uptime_s < EARLY_S
+        early = not failure.steps and failure.uptime_s < EARLY_S
         error = _repeatable(failure)
         count = 0 if not error else self.same_error_in_a_row + 1 if error == self.same_error else 1
         return msgspec.structs.replace(
@@ -94,6 +94,6 @@ def backoff_s(early_in_a_row: int) -> float:
 
 def _repeatable(failure: Failure) -> str:
     """The identity of an error that would come again on any machine; '' for what may be this machine's fault."""
-    if not failure.raised or failure.kind is not Kind.ERROR or failure.steps > 0:
+    if not failure.raised or failure.kind is not Kind.ERROR or failure.steps:
         return ""
     return f"{failure.where} {failure.headline}"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from holdfast.control.incidents import Incident
 
 STDERR_LINES = 12
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # which torch puts before a traceback once there is a process group
 
 
 def opened(incident: Incident) -> list[str]:
     """The lines for a failure that is answered with a restart."""
-    at = (
-        f" at step {incident.steps}"
-        if incident.steps
-        else " before its first step"
-        if incident.rank is not None
-        else ""
-    )
-    lines = [f"{incident.what}{at}{_process(incident)}"]
+    lines = [f"{incident.what}{_when(incident)}{_process(incident)}"]
     if incident.followers:
         lines.append("  then " + _followers(incident))
     lines.append(f"  {incident.action}")
@@ -48,18 +44,21 @@ def given_up(incident: Incident, run_dir: str | None) -> list[str]:
     return lines
 
 
-def summary(steps: int, incidents: list[Incident], wall_s: float) -> list[str]:
+def summary(steps: int, incidents: list[Incident], wall_s: float, kept_in: str | None) -> list[str]:
     """The closing lines of a run that had incidents."""
     lost_s = sum(incident.lost_s for incident in incidents)
     share = f", {100 * lost_s / wall_s:.2g} % of the run" if wall_s > 0 else ""
     many = "1 incident" if len(incidents) == 1 else f"{len(incidents)} incidents"
-    lines = [f"{steps} steps in {duration(wall_s)}, {many}, {duration(lost_s)} lost{share}"]
+    done = f"{steps} steps in " if steps else ""
+    lines = [f"{done}{duration(wall_s)}, {many}, {duration(lost_s)} lost{share}"]
     totals: dict[str, float] = {}
     for incident in incidents:
         for name, spent_s in incident.phases_s().items():
             totals[name] = totals.get(name, 0.0) + spent_s
     if totals:
         lines.append("  where it went: " + ", ".join(f"{name} {duration(s)}" for name, s in totals.items() if s > 0))
+    if kept_in is not None:
+        lines.append(f"  the records are in {kept_in}")
     return lines
 
 
@@ -71,6 +70,12 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _when(incident: Incident) -> str:
+    if incident.steps is None:  # the steps of a program that was started cold cannot be seen
+        return ""
+    return f" at step {incident.steps}" if incident.steps else " before its first step"
 
 
 def _process(incident: Incident) -> str:
@@ -92,4 +97,5 @@ def _phases(incident: Incident) -> str:
 def _said_beside(incident: Incident) -> list[str]:
     """What the rank wrote to stderr apart from the traceback itself."""
     told = {line.strip() for line in incident.traceback.splitlines()}
-    return [line for line in incident.stderr_tail if line.strip() and line.strip() not in told][-STDERR_LINES:]
+    said = [(line, _RANK_PREFIX.sub("", line).strip()) for line in incident.stderr_tail]
+    return [line for line, bare in said if bare and bare not in told][-STDERR_LINES:]

@@ -51,8 +51,9 @@ class Page:
         self._times = memoryview(page).cast("d")
 
     @property
-    def steps(self) -> int:
-        return self._words[_STEPS_AT] if self._words[_MAGIC_AT] == _MAGIC else 0
+    def steps(self) -> int | None:
+        """None while there is no one who writes here: a program that was started cold never does."""
+        return self._words[_STEPS_AT] if self._words[_MAGIC_AT] == _MAGIC else None
 
     @property
     def last_step_s(self) -> float:

@@ -18,6 +18,8 @@ from multiprocessing import spawn
 
 from holdfast.wire import messages
 
+loading = False  # while a rank imports the script that holds its function
+
 
 def run(program: messages.Program, rank: int) -> None:
     match program:
@@ -67,12 +69,17 @@ def _run_module(name: str, args: tuple[str, ...]) -> None:
 
 def _run_function(path: str, rank: int) -> None:
     """Call a pickled function and leave what it returns. The file is private to the user who started the job."""
+    global loading
+    result = os.path.join(os.path.dirname(path), f"result-{rank}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(result)  # of an earlier generation
     with open(path, "rb") as payload:
         preparation: dict[str, object] = pickle.load(payload)
+        loading = True
         spawn.prepare(preparation)
         function, args, kwargs = pickle.load(payload)
+        loading = False
     value = function(*args, **kwargs)
-    result = os.path.join(os.path.dirname(path), f"result-{rank}")
     try:
         dump = pickle.dumps(value)
     except Exception as unpicklable:
