@@ -29,6 +29,13 @@ def read(path: str) -> str:
         return file.read()
 
 
+def fill_standard_streams() -> None:
+    """A program started with some of 0 to 2 closed would get them for its own sockets, and write its output there."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when `parent` ends; end now if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -146,3 +146,9 @@ def test_without_a_failure_there_is_nobody_to_blame() -> None:
 def test_every_kind_has_an_exit_code_of_its_own_that_no_shell_uses() -> None:
     assert set(EXIT_CODES) == set(Kind)
     assert sorted(EXIT_CODES.values()) == list(range(81, 89))
+
+
+def test_a_rank_that_never_had_a_process_is_the_launchers_fault() -> None:
+    exit = RankExit(rank=3, pid=0, status=1, at_s=1.0, not_started="Resource temporarily unavailable")
+    assert (exit.kind, exit.is_failure) == (Kind.LAUNCHER, True)
+    assert exit.headline == "could not be started: Resource temporarily unavailable"

@@ -508,11 +508,12 @@ def test_helpers_lost_after_a_stop_request_close_the_open_incident() -> None:
     assert len(story.logged(Closed)) == len(story.logged(Opened))
 
 
-def test_helpers_lost_twice_in_a_row_close_the_open_incident() -> None:
+def test_helpers_lost_twice_in_a_row_cost_a_restart_each_and_close_the_first_incident() -> None:
     story = after_losing_the_helpers()
-    story.hears(HelpersLost("the zygote was killed"))
-    assert story.job.phase is Phase.DONE
-    assert len(story.logged(Closed)) == len(story.logged(Opened))
+    spent = story.job.history.spent
+    actions = story.hears(HelpersLost("the zygote was killed"))
+    assert kinds(actions) == [ClearLeftovers, Closed, Opened, PrepareHelpers]
+    assert story.job.history.spent == spent + 1
 
 
 def test_helpers_lost_twice_in_a_row_do_not_count_the_last_worlds_steps_twice() -> None:
@@ -527,8 +528,8 @@ def test_helpers_lost_during_a_backoff_do_not_cost_another_restart() -> None:
     """No world was lost with them: the restart that waits is still the one that was charged."""
     story = waiting()
     spent = story.job.history.spent
-    story.hears(HelpersLost("the zygote was killed"))
-    assert story.job.phase is Phase.PREPARING
+    assert story.hears(HelpersLost("the zygote was killed")) == [ClearLeftovers()]
+    assert story.hears(TimerFired("backoff", story.job.generation)) == [PrepareHelpers()]
     assert story.hears(HelpersReady()) == [Launch(2, spent)]
 
 

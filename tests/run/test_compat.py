@@ -104,6 +104,56 @@ def test_arguments_of_megabytes_reach_every_rank(job: Job) -> None:
     assert job.out.splitlines() == ["100001 99999"] * 8
 
 
+def test_bytes_that_are_no_text_reach_the_script(job: Job) -> None:
+    script = job.folder / "prints_args.py"
+    script.write_text("import os, sys\nprint([os.fsencode(argument) for argument in sys.argv[1:]], flush=True)\n")
+    odd = b"caf\xe9 \x80\xff"
+    for flags in ((), ("--cold-start",)):
+        assert job.run(script, os.fsdecode(odd), nproc=1, flags=flags) == 0
+        assert job.out == f"{[odd]}\n"
+
+
+def test_a_script_is_compiled_as_if_alone(job: Job) -> None:
+    """Not under the `__future__` imports of the file that runs it."""
+    script = job.folder / "annotates.py"
+    script.write_text("def f(x: int): ...\nprint(f.__annotations__, flush=True)\n")
+    assert job.run("annotates.py", nproc=1) == 0
+    assert job.out == "{'x': <class 'int'>}\n"
+
+
+def test_a_script_may_close_every_descriptor_it_does_not_know(job: Job) -> None:
+    script = job.folder / "closes.py"
+    script.write_text(
+        "import os, torch\n"
+        "os.closerange(3, 1000)\n"
+        "mine = os.open(os.environ['STATE'] + '/mine', os.O_WRONLY | os.O_CREAT)\n"
+        "others = [os.dup(mine) for _ in range(20)]\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(2)).sum().backward()\n"
+        "optimizer.step()\n"
+        "raise ValueError('on purpose')\n"
+    )
+    assert job.run(script, nproc=1) == 1
+    assert (job.folder / "mine").read_bytes() == b""
+
+
+def test_it_starts_where_child_signals_are_ignored(job: Job) -> None:
+    script = job.folder / "fine.py"
+    script.write_text("print('fine', flush=True)\n")
+    ignoring = 'trap \'\' CHLD; exec "$0" "$@"'
+    assert job.run(script, nproc=1, program=("/bin/sh", "-c", ignoring, sys.executable, "-m", "holdfast", "run")) == 0
+    assert job.out == "fine\n"
+
+
+def test_it_runs_with_its_standard_streams_closed(job: Job) -> None:
+    script = job.folder / "fine.py"
+    script.write_text(f"open({str(job.folder / 'ran')!r}, 'w').write('yes')\n")
+    closing = 'exec "$0" "$@" <&- >&- 2>&-'
+    assert job.run(script, nproc=1, program=("/bin/sh", "-c", closing, sys.executable, "-m", "holdfast", "run")) == 0
+    assert (job.folder / "ran").read_text() == "yes"
+
+
 def test_cold_workers_are_restarted_too(job: Job) -> None:
     faults = json.dumps({"rank": 1, "step": 2, "how": "SIGKILL"})
     assert job.run(TRAINS, "4", faults, max_restarts=1, flags=("--cold-start",)) == 0

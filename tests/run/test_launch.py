@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -119,6 +120,32 @@ def test_it_runs_in_a_thread_and_twice_at_once() -> None:
     for thread in threads:
         thread.join()
     assert sorted(result[0] for result in results) == [1, 201]
+
+
+def test_an_interrupt_lets_ranks_end_in_peace(tmp_path: Path) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "import holdfast\n"
+        "def save(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(0)\n"
+        "def train():\n"
+        "    signal.signal(signal.SIGINT, save)\n"
+        "    print('training', flush=True)\n"
+        "    signal.pause()\n"
+        "if __name__ == '__main__':\n"
+        "    holdfast.launch(train, nproc=1)\n"
+    )
+    command = [sys.executable, "-u", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert out == "saved\n"
+    assert "JobFailed: stopped by SIGINT" in err
 
 
 def leave_early() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from holdfast.agent.helpers import Zygote
+from holdfast.agent.zygotes import Zygote
 from holdfast.wire import channel
 from holdfast.wire.channel import MAX_PACKET_BYTES, Channel, ChannelClosed
 from holdfast.wire.messages import (

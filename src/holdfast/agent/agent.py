@@ -18,13 +18,13 @@ import msgspec
 from holdfast import linux
 from holdfast.agent import preflight
 from holdfast.agent.console import Console
-from holdfast.agent.helpers import Helpers
 from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs, std_of
 from holdfast.agent.memory import OomWatch
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.world import RunningWorld
+from holdfast.agent.zygotes import Zygotes
 from holdfast.control import job as jobs
 from holdfast.control import restarts
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
@@ -89,7 +89,7 @@ class Agent:
         adopted = linux.adopt_orphans()
         self._take_signals()
         self._env = self._workers_env()
-        self._helpers = Helpers(loop, self._env, self._from_zygote, self._helpers_lost)
+        self._helpers = Zygotes(loop, self._env, self._from_zygote, self._helpers_lost)
         self._helpers.start()  # torch takes longest: it begins to load while the rest is set up
         loop.set_exception_handler(self._broken)
         try:
@@ -178,7 +178,7 @@ class Agent:
         await self._ready.wait()
         if self._finished.done():
             raise preflight.Refused(self._finished.result().reason)
-        return await preflight.count_devices(self._helpers, kind, flag)
+        return await preflight.count_devices(self._helpers, kind, flag, self._finished)
 
     def _take_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -231,8 +231,10 @@ class Agent:
                     generation = self._world.world.generation
                     self._events.emit("world.started", generation=generation, pids=self._world.pids())
                     self._advance(jobs.Started(generation))
-            case messages.Exited():
-                self._process_exited(message)
+            case messages.NotForked(token=token, reason=reason) if self._world is not None:
+                self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
+            case messages.Exited() if self._world is not None:
+                self._process_ended(self._world, self._world.exited(message))
             case messages.LogsPlanned() if self._plan is not None:
                 self._plan.set_result(message)
 
@@ -250,15 +252,12 @@ class Agent:
             self._finished.set_result(jobs.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
         self._advance(jobs.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
-    def _process_exited(self, message: messages.Exited) -> None:
-        if self._world is None:
-            return
-        generation = self._world.world.generation
-        exit = self._world.exited(message)
+    def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
+        generation = running.world.generation
         if exit is not None:
             self._events.emit("rank.exited", generation=generation, rank=exit.rank, pid=exit.pid, status=exit.status)
             self._advance(jobs.Exited(generation, exit))
-        elif self._world.keeper_gone:
+        elif running.keeper_gone:
             self._advance(jobs.KeeperLost(generation))
 
     def _from_rank(self, report: messages.Report) -> None:

@@ -22,6 +22,7 @@ ORPHAN_TERM_S = 0.25
 
 
 def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the agent may have had it ignored
     agent, channel_fd, lifeline_fd = (int(argument) for argument in sys.argv[1:4])
     linux.adopt_orphans()
     janitor = os.getpid()
@@ -63,7 +64,9 @@ def _end_all(wakeup_r: int) -> None:
     """The zygotes have lost their agent too and end with their workers. What those leave gets half a second."""
     poll = select.poll()
     poll.register(wakeup_r, select.POLLIN)
-    for signum, wait_s in ((0, ORPHAN_EXIT_S), (signal.SIGTERM, ORPHAN_TERM_S), (signal.SIGKILL, 2.0)):
+    # A process that forks while it is killed is behind the list that was made of it, hence the many last rounds.
+    rounds = [(0, ORPHAN_EXIT_S), (signal.SIGTERM, ORPHAN_TERM_S), *[(signal.SIGKILL, 0.05)] * 40]
+    for signum, wait_s in rounds:
         linux.signal_all(list(linux.descendants(os.getpid())), signum)
         if _wait_until_alone(poll, wakeup_r, wait_s):
             return

@@ -21,7 +21,7 @@ from holdfast.agent.options import NUMA_MODES, Options
 from holdfast.control.restarts import Decide
 from holdfast.observe import explain
 from holdfast.observe.events import Event
-from holdfast.wire.messages import Command, Function, Program
+from holdfast.wire.messages import Command, Function, Program, portable
 from holdfast.worker import programs
 
 
@@ -95,7 +95,7 @@ def launch(
             with open(program.path, "wb") as file:
                 file.write(_pickle_call(function, tuple(args), dict(kwargs or {})))
         else:
-            program = Command((*function, *map(str, args)))
+            program = Command(tuple(portable(part) for part in (*function, *map(str, args))))
         options = Options(
             program=program,
             nproc=nproc,
@@ -139,18 +139,20 @@ def _check(nproc: int | str, max_restarts: int, shutdown_timeout_s: float, numa_
 def _run_beside(agent: Agent) -> Result:
     """Run the agent in a thread with a loop of its own: a notebook's main thread has one already."""
     outcome: list[Result | BaseException] = []
+    ended = threading.Event()  # an interrupted `Thread.join` leaves a thread that claims to have ended
 
     def run() -> None:
         try:
             outcome.append(asyncio.run(agent.run()))
         except BaseException as failure:
             outcome.append(failure)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run, name="holdfast-agent")
-    thread.start()
-    while thread.is_alive():
+    threading.Thread(target=run, name="holdfast-agent").start()
+    while not ended.is_set():
         try:
-            thread.join()
+            ended.wait()
         except KeyboardInterrupt:
             agent.request_stop(signal.SIGINT)
     [end] = outcome

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from typing import Any
 
-from holdfast.agent.helpers import Helpers
 from holdfast.agent.options import Options
 from holdfast.agent.rundir import RunDirectory
+from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import one_gpu_env
 from holdfast.wire import channel, messages
 
@@ -58,7 +59,7 @@ def check_gpus(nproc: int) -> None:
         raise Refused(f"--virtual-local-rank: {refusal}; lower --nproc-per-node or name more GPUs") from None
 
 
-async def count_devices(helpers: Helpers, kind: str, flag: str) -> int:
+async def count_devices(helpers: Zygotes, kind: str, flag: str, stopped: asyncio.Future[Any]) -> int:
     """Ask torch, in a process of its own: to look at a GPU is to open it, and a zygote must not."""
     loop = asyncio.get_running_loop()
     ours, theirs = channel.pair()
@@ -66,9 +67,12 @@ async def count_devices(helpers: Helpers, kind: str, flag: str) -> int:
     answered = asyncio.Event()
     loop.add_reader(link.fileno(), answered.set)
     try:
-        helpers.request(messages.CountDevices(0, kind), [theirs.fileno()])
+        helpers.request(messages.CountDevices(-1, kind), [theirs.fileno()])  # -1: no process of any world
         theirs.close()
+        stopped.add_done_callback(lambda _: answered.set())  # a driver may hang for ever
         await answered.wait()
+        if stopped.done():
+            raise Refused(f"{flag}: stopped while devices were counted")
         received = link.receive()
         counted = received[0] if received else None
     except channel.ChannelClosed:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from holdfast import linux
-from holdfast.agent.helpers import Helpers
 from holdfast.agent.logs import Destination, Plumbing, RankOutput
 from holdfast.agent.memory import OomWatch
 from holdfast.agent.options import Options
+from holdfast.agent.zygotes import Zygotes
 from holdfast.control.causes import RankExit
 from holdfast.control.worlds import World, one_gpu_env, worker_env
 from holdfast.wire import messages
@@ -33,7 +33,7 @@ class RunningWorld:
         world: World,
         listener: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        helpers: Helpers,
+        helpers: Zygotes,
         oom: OomWatch,
         on_report: Callable[[messages.Report], None],
     ) -> None:
@@ -103,10 +103,24 @@ class RunningWorld:
 
     # -- what happens to the processes --------------------------------------------------------------------------------
 
+    def _place(self, token: int) -> int | None:
+        """Whose token that is: a local rank's, the keeper's, or nobody's of this world."""
+        local_rank = token - self._token(KEEPER) + KEEPER
+        return local_rank if KEEPER <= local_rank < self.world.local_size else None
+
+    def not_forked(self, token: int, reason: str, at_s: float) -> RankExit | None:
+        """A rank that could not be started, or None: the keeper, without whom no rank can do anything."""
+        local_rank = self._place(token)
+        if local_rank == KEEPER:
+            self.keeper_gone = True
+        if local_rank is None or local_rank == KEEPER:
+            return None
+        return RankExit(self.world.first_rank + local_rank, 0, 1, at_s, not_started=reason)
+
     def forked(self, token: int, pid: int) -> bool:
         """Note a process of this world; True when it was the last one to come up."""
-        local_rank = token - self._token(KEEPER) + KEEPER
-        if not KEEPER <= local_rank < self.world.local_size:
+        local_rank = self._place(token)
+        if local_rank is None:
             return False
         self._pids[local_rank] = pid
         if self._pending_signal is not None and local_rank != KEEPER:

@@ -35,6 +35,14 @@ _log_plans: dict[str, LogsSpecs] = {}  # a grown zygote inherits them, with what
 
 def main(channel_fd: int, extra: tuple[str, ...] = ()) -> None:
     """Serve until the agent is gone. Returns only in a child, when its work is done."""
+    try:
+        work = _serve(channel_fd, extra)
+    except channel.ChannelClosed:
+        os._exit(0)
+    work()
+
+
+def _serve(channel_fd: int, extra: tuple[str, ...]) -> Work:
     link: channel.Channel[messages.ToZygote] = channel.Channel(channel.adopt(channel_fd), messages.ToZygote)
     linux.set_title("holdfast zygote" if not extra else "holdfast zygote-to-be")
     gc.disable()  # imports make no garbage worth 0.4 s of collections
@@ -53,8 +61,7 @@ def main(channel_fd: int, extra: tuple[str, ...] = ()) -> None:
     _settle_threads()
     linux.set_title("holdfast zygote")
     link.send(messages.Ready(os.getpid(), str(sys.modules["torch"].__version__), refused))
-    work = Zygote(link).serve()
-    work()
+    return Zygote(link).serve()
 
 
 class Zygote:
@@ -78,10 +85,7 @@ class Zygote:
                 os.read(self._wakeup_r, 512)
                 self._reap()
             if self._link.fileno() in ready:
-                try:
-                    received = self._link.receive()
-                except channel.ChannelClosed:
-                    os._exit(0)
+                received = self._link.receive()
                 if received is not None and (work := self._handle(*received)) is not None:
                     return work
             if self._retired and not self._children:
@@ -107,7 +111,12 @@ class Zygote:
 
     def _fork(self, token: int, fds: list[int], work: Work) -> Work | None:
         zygote = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as failure:
+            channel.close_all(fds)
+            self._link.send(messages.NotForked(token, failure.strerror or str(failure)))
+            return None
         if pid == 0:
             self._leave()
             os.setsid()

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 
+from holdfast import linux
 from holdfast.agent.agent import Agent
 from holdfast.agent.logs import LogFilters, parse_std
 from holdfast.agent.options import Options
 from holdfast.agent.preflight import Refused
 from holdfast.cli import flags
 from holdfast.observe.torchelastic import HANDLERS
-from holdfast.wire.messages import Command, Module, Program, Script
+from holdfast.wire.messages import Command, Module, Program, Script, portable
 
 # What torch's rendezvous backends understand (2.13).
 RDZV_KEYS = (
@@ -35,6 +36,7 @@ class Usage(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
+    linux.fill_standard_streams()
     try:
         args = flags.parse(argv)
         options = read(args)
@@ -120,21 +122,21 @@ def _given(args: Namespace, *names: str) -> list[str]:
 
 
 def _program(args: Namespace) -> Program:
-    target, rest = args.training_script, tuple(args.training_script_args)
+    target, rest = args.training_script, tuple(map(portable, args.training_script_args))
     if args.module and args.no_python:
         raise Usage("--module and --no-python exclude each other; a module is run by Python")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
     _check_program("PYTHON_EXEC", interpreter)
     if args.no_python and not args.run_path:
         _check_program("--no-python", target)
-        return Command((target, *rest))
+        return Command((portable(target), *rest))
     if args.module:
         _check_module(target)
     else:
         _check_script(target)
     if args.cold_start or interpreter != sys.executable:
-        return Command((interpreter, "-u", *(["-m"] if args.module else []), target, *rest))
-    return Module(target, rest) if args.module else Script(os.path.abspath(target), rest)
+        return Command((interpreter, "-u", *(["-m"] if args.module else []), portable(target), *rest))
+    return Module(target, rest) if args.module else Script(portable(target), rest)
 
 
 def _check_script(path: str) -> None:

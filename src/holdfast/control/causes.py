@@ -49,9 +49,12 @@ class RankExit(msgspec.Struct, frozen=True):
     stderr_tail: tuple[str, ...] = ()
     oom_killed: bool = False
     stopped: bool = False  # because we had told it to
+    not_started: str = ""  # why it never had a process
 
     @property
     def kind(self) -> Kind:
+        if self.not_started:
+            return Kind.LAUNCHER
         if self.oom_killed or (self.raised is not None and self.raised.out_of_memory):
             return Kind.OUT_OF_MEMORY
         if self.raised is not None:
@@ -62,6 +65,8 @@ class RankExit(msgspec.Struct, frozen=True):
 
     @property
     def headline(self) -> str:
+        if self.not_started:
+            return f"could not be started: {self.not_started}"
         if self.raised is not None:
             return self.raised.headline
         if self.oom_killed:

@@ -34,6 +34,7 @@ class Job(msgspec.Struct, frozen=True):
     grace_s: float
     phase: Phase = Phase.PREPARING
     generation: int = -1  # of the last world that was launched
+    helpers: bool = False  # there is a zygote to fork from
     live: frozenset[int] = frozenset()
     stepped: frozenset[int] = frozenset()
     exits: tuple[RankExit, ...] = ()
@@ -160,7 +161,7 @@ def advance(job: Job, now_s: float, event: Event, decide: Decide = decide_unless
         return job, []
     match event:
         case HelpersReady() if job.phase is Phase.PREPARING:
-            return _launch(job, now_s)
+            return _launch(_with(job, helpers=True), now_s)
         case HelpersLost(what=what, steps=steps):
             return _helpers_lost(_with(job, helpers_lost_steps=steps), now_s, what, decide)
         case KeeperLost(generation=generation) if generation == job.generation and job.phase is Phase.RUNNING:
@@ -254,7 +255,6 @@ def _answer(
     where: str,
     decide: Decide,
     actions: list[Action],
-    helpers: bool = True,
 ) -> Outcome:
     """Decide what an incident leads to, and set it going."""
     job, closed = _close_incident(job, opened.failed_at_s)  # its ranks never all stepped, so it is still open
@@ -277,24 +277,29 @@ def _answer(
     if isinstance(decision, GiveUp):
         return _finish(job, actions, opened.kind, decision.reason)
     job = _with(job, history=history.charged())
-    if not helpers:
-        return _with(job, phase=Phase.PREPARING), [*actions, PrepareHelpers()]
     if decision.after_s > 0:
         return _with(job, phase=Phase.WAITING), [*actions, Timer("backoff", job.generation, decision.after_s)]
-    job, launched = _launch(job, now_s)
-    return job, actions + launched
+    job, going = _go_on(job, now_s)
+    return job, actions + going
+
+
+def _go_on(job: Job, now_s: float) -> Outcome:
+    """The next world; with new helpers first, where they were lost."""
+    if job.helpers:
+        return _launch(job, now_s)
+    return _with(job, phase=Phase.PREPARING), [PrepareHelpers()]
 
 
 def _helpers_lost(job: Job, now_s: float, what: str, decide: Decide) -> Outcome:
-    lost = _with(_end_world(job), live=frozenset())
+    lost = _with(_end_world(job), live=frozenset(), helpers=False)
     cleared: list[Action] = [ClearLeftovers()]
     if job.stop_signal is not None:
         return _finish(lost, cleared, Kind.PREEMPTED, f"stopped by {signal_name(job.stop_signal)}")
-    if job.phase is Phase.PREPARING:
+    if job.generation < 0:
         return _finish(lost, cleared, Kind.LAUNCHER, f"{what} while workers were about to start")
     if job.phase is Phase.WAITING:  # no world was lost with it
-        return _with(lost, phase=Phase.PREPARING), [*cleared, PrepareHelpers()]
-    return _answer(lost, now_s, _of_launcher(job, what, now_s), False, "", decide, cleared, helpers=False)
+        return lost, cleared
+    return _answer(lost, now_s, _of_launcher(job, what, now_s), False, "", decide, cleared)
 
 
 def _of_launcher(job: Job, what: str, failed_at_s: float) -> Incident:
@@ -317,7 +322,7 @@ def _stop_requested(job: Job, now_s: float, signum: int) -> Outcome:
 
 def _timer_fired(job: Job, now_s: float, name: str) -> Outcome:
     if name == "backoff" and job.phase is Phase.WAITING:
-        return _launch(job, now_s)
+        return _go_on(job, now_s)
     if name == "grace" and job.phase is Phase.STOPPING:
         job, sent = _send(job, signal.SIGKILL, f"still there {job.grace_s:g} s after being told to stop")
         return job, [*sent, Timer("abandon", job.generation, ABANDON_S)]

@@ -29,10 +29,15 @@ class EventLog:
 
     def __init__(self, path: str | None, sinks: list[Sink], complain: Callable[[str], None]) -> None:
         self._start_s = time.monotonic()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644) if path else -1
         self._sinks = list(sinks)
         self._complain = complain
         self._complained = False
+        self._fd = -1
+        if path is not None:
+            try:
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            except OSError as failure:
+                self._lose(failure)
 
     def emit(self, name: str, **data: Any) -> None:
         event = Event(name, round(time.monotonic() - self._start_s, 6), iso(time.time()), data)
@@ -41,15 +46,18 @@ class EventLog:
             try:
                 os.write(self._fd, line)
             except OSError as failure:
-                if not self._complained:
-                    self._complained = True
-                    self._complain(f"cannot write events.jsonl: {failure.strerror}; training goes on without it")
+                self._lose(failure)
         for sink in list(self._sinks):
             try:
                 sink(event)
             except Exception as failure:
                 self._sinks.remove(sink)
                 self._complain(f"the event sink {sink!r} failed and gets no more events: {failure!r}")
+
+    def _lose(self, failure: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            self._complain(f"cannot write events.jsonl: {failure.strerror}; training goes on without it")
 
     def close(self) -> None:
         if self._fd >= 0:

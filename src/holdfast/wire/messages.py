@@ -9,6 +9,20 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base of all messages: immutable, told apart by its class name."""
 
 
+# A command line may hold bytes that are no text; Python keeps them as lone surrogates, which no message can carry. They
+# travel as private characters of the last plane, one for one.
+_TO_PORTABLE = {0xDC00 + byte: 0x10FF00 + byte for byte in range(0x80, 0x100)}
+_TO_NATIVE = {there: here for here, there in _TO_PORTABLE.items()}
+
+
+def portable(argument: str) -> str:
+    return argument.translate(_TO_PORTABLE)
+
+
+def native(argument: str) -> str:
+    return argument.translate(_TO_NATIVE)
+
+
 # -- what a worker is to run ------------------------------------------------------------------------------------------
 
 
@@ -135,6 +149,13 @@ class Forked(Message, frozen=True):
     pid: int
 
 
+class NotForked(Message, frozen=True):
+    """The kernel would not: too many processes, or no memory."""
+
+    token: int
+    reason: str
+
+
 class Exited(Message, frozen=True):
     """A child is gone; `status` is its exit code, or minus the signal that ended it."""
 
@@ -160,7 +181,7 @@ class LogsPlanned(Message, frozen=True):
     error: str = ""
 
 
-FromZygote = Ready | Growing | NotGrown | NotReady | Forked | Exited | Retired | LogsPlanned
+FromZygote = Ready | Growing | NotGrown | NotReady | Forked | NotForked | Exited | Retired | LogsPlanned
 
 
 # -- worker to agent, on the world's report socket --------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Reporter:
 
     def __init__(self, fd: int, request: messages.ForkWorker) -> None:
         self._fd = fd
+        self._socket = _identity(fd)
         self._request = request
         self._modules_before = set(sys.modules)
 
@@ -69,13 +70,17 @@ class Reporter:
         """Count optimizer steps through torch's public hook; the first one is also reported."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        step_done = beacon.step_done
+        self._step_done = beacon.step_done
 
         def after_step(*_: Any) -> None:
-            if step_done() == 1:
+            if self._step_done() == 1:
                 self._first_step()
 
+        def forget() -> None:
+            self._step_done = lambda: 0  # a child of this rank that steps an optimizer of its own is not this rank
+
         register_optimizer_step_post_hook(after_step)
+        os.register_at_fork(after_in_child=forget)
 
     def raised(self, failure: BaseException) -> None:
         told = errors.describe(failure)
@@ -100,18 +105,27 @@ class Reporter:
         self._send(messages.Stepped(self._request.rank, self._request.generation, time.monotonic(), modules))
 
     def _send(self, report: messages.Message) -> None:
-        # The agent may be gone, or far behind; neither is a reason to fail a rank.
+        # The agent may be gone, or far behind; neither is a reason to fail a rank. And the program may have closed all
+        # descriptors it does not know, so that this one is now a file of its own.
         with contextlib.suppress(OSError):
-            os.write(self._fd, msgspec.msgpack.encode(report))
+            if _identity(self._fd) == self._socket:
+                os.write(self._fd, msgspec.msgpack.encode(report))
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _exec(command: messages.Command) -> NoReturn:
-    """Start another program in this process. Unlike Python, it must not inherit SIGPIPE ignored."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    """Start another program in this process. It must not inherit the signals that Python ignores."""
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    argv = [messages.native(argument) for argument in command.argv]
     try:
-        os.execvpe(command.argv[0], list(command.argv), os.environ)
+        os.execvpe(argv[0], argv, os.environ)
     except OSError as failure:
-        print(f"holdfast: cannot run {command.argv[0]}: {failure.strerror}", file=sys.stderr, flush=True)
+        print(f"holdfast: cannot run {argv[0]}: {failure.strerror}", file=sys.stderr, flush=True)
         os._exit(127 if isinstance(failure, FileNotFoundError) else 126)
 
 

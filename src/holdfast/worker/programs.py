@@ -24,17 +24,18 @@ loading = False  # while a rank imports the script that holds its function
 def run(program: messages.Program, rank: int) -> None:
     match program:
         case messages.Script(path=path, args=args):
-            _run_script(path, args)
+            _run_script(messages.native(path), tuple(map(messages.native, args)))
         case messages.Module(name=name, args=args):
-            _run_module(name, args)
+            _run_module(name, tuple(map(messages.native, args)))
         case messages.Function(path=path):
             _run_function(path, rank)
 
 
 def _run_script(path: str, args: tuple[str, ...]) -> None:
     """What `python path args` does."""
-    path = os.path.abspath(path)
     sys.argv = [path, *args]
+    sys.orig_argv = [sys.executable, "-u", *sys.argv]
+    path = os.path.abspath(path)
     if not os.path.isfile(path) or not path.endswith(".py"):
         with contextlib.suppress(ValueError, OSError):
             if _is_archive(path):
@@ -47,7 +48,7 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     with io.open_code(path) as source:
-        code = compile(source.read(), path, "exec")
+        code = compile(source.read(), path, "exec", dont_inherit=True)  # not this file's __future__
     exec(code, main.__dict__)
 
 
@@ -61,6 +62,7 @@ def _is_archive(path: str) -> bool:
 def _run_module(name: str, args: tuple[str, ...]) -> None:
     """What `python -m name args` does."""
     sys.argv = [name, *args]
+    sys.orig_argv = [sys.executable, "-u", "-m", *sys.argv]
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     _new_main()

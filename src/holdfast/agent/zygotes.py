@@ -67,7 +67,7 @@ class Zygote:
         self._outbox.clear()
 
 
-class Helpers:
+class Zygotes:
     """Starts, feeds and ends the helpers. Tells its owner through callbacks, all called in the loop."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Helpers:
         self._growing: Zygote | None = None
         self._wanted: tuple[str, ...] = ()
         self._growths = 0
-        self._leftovers: set[int] = set()
+        self._leftovers: dict[int, int] = {}  # descriptors by pid: a pid alone may be another process by then
 
     def start(self) -> None:
         """Start a janitor, which forks the first zygote."""
@@ -139,20 +139,25 @@ class Helpers:
         if self._janitor is None or 0 in zygotes:
             return  # one has not said yet who it is; the next world's end, or the janitor's, comes after it has
         for orphan in linux.children(self._janitor.pid):
-            if orphan not in zygotes:
-                self._leftovers.update([orphan, *linux.descendants(orphan)])
+            for pid in (orphan, *linux.descendants(orphan)) if orphan not in zygotes else ():
+                with contextlib.suppress(ProcessLookupError):
+                    if pid not in self._leftovers:
+                        self._leftovers[pid] = os.pidfd_open(pid)
         if self._leftovers:
             # Some of them clean up behind a dead worker and end by themselves; the next world need not wait for that.
-            self._loop.call_later(ORPHAN_EXIT_S, self._end_leftovers, frozenset(self._leftovers), signal.SIGTERM)
-            self._loop.call_later(
-                ORPHAN_EXIT_S + ORPHAN_TERM_S, self._end_leftovers, frozenset(self._leftovers), signal.SIGKILL
-            )
+            self._loop.call_later(ORPHAN_EXIT_S, self._signal_leftovers, signal.SIGTERM)
+            self._loop.call_later(ORPHAN_EXIT_S + ORPHAN_TERM_S, self._end_leftovers)
 
-    def _end_leftovers(self, pids: frozenset[int], signum: int) -> None:
-        alive = {pid for pid in pids if linux.state(pid) not in ("", "Z")}
-        for pid in alive:
-            linux.signal_all([*linux.descendants(pid), pid], signum)
-        self._leftovers &= alive
+    def _signal_leftovers(self, signum: int) -> None:
+        for pid, fd in self._leftovers.items():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signum)
+                linux.signal_all(linux.descendants(pid), signum)
+
+    def _end_leftovers(self) -> None:
+        self._signal_leftovers(signal.SIGKILL)
+        channel.close_all(list(self._leftovers.values()))
+        self._leftovers.clear()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -184,6 +189,7 @@ class Helpers:
             zygote.close()
         self._zygotes.clear()
         self._growing = None
+        self._end_leftovers()
         self._loop.remove_reader(self._janitor_fd)
         os.close(self._janitor_fd)
         self._janitor.wait()
@@ -226,12 +232,10 @@ class Helpers:
         """One helper is gone: end the others too, and whatever they leave; the job starts again with new ones."""
         if self._janitor is None:
             return
-        pid = self._janitor.pid
-        linux.signal_all([*linux.descendants(pid), pid], signal.SIGKILL)
+        _end_all_of(self._janitor.pid, f"HOLDFAST_JOB={self._env['HOLDFAST_JOB']}")
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
         self._forget()
-        _end_orphans_of_this_process(self._env)
         self._on_lost(what)
 
     def _grown(self, zygote: Zygote) -> None:
@@ -270,10 +274,26 @@ class Helpers:
         return [*self._zygotes, *([self._growing] if self._growing is not None else [])]
 
 
-def _end_orphans_of_this_process(env: Mapping[str, str]) -> None:
-    """After the janitor was killed: its orphans are ours now. Only those of this job, known by their environment."""
-    mark = f"HOLDFAST_JOB={env['HOLDFAST_JOB']}"
-    for pid in list(linux.descendants(os.getpid())):
-        with contextlib.suppress(OSError):
-            if mark in linux.read(f"/proc/{pid}/environ").split("\0"):
-                linux.signal_all([pid], signal.SIGKILL)
+def _end_all_of(janitor: int, mark: str) -> None:
+    """End a janitor and all that was below it. What it leaves comes to this process, and is known by its environment;
+    it is killed until there is nothing new, and reaped, since no one else will."""
+    ours: set[int] = set()
+    for _ in range(40):
+        ours.update(linux.descendants(janitor))
+        ours.update(pid for pid in linux.descendants(os.getpid()) if pid != janitor and _bears(pid, mark))
+        linux.signal_all([janitor], signal.SIGKILL)
+        alive = [pid for pid in ours if linux.state(pid) not in ("", "Z")]
+        for pid in alive:
+            linux.end(pid, wait_s=0.05)
+        for pid in ours:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not alive:
+            return
+
+
+def _bears(pid: int, mark: str) -> bool:
+    try:
+        return mark in linux.read(f"/proc/{pid}/environ").split("\0")
+    except OSError:
+        return False
