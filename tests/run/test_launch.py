@@ -138,7 +138,7 @@ def test_an_interrupt_lets_ranks_end_in_peace(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    holdfast.launch(train, nproc=1)\n"
     )
-    command = [sys.executable, "-u", script]
+    command = [sys.executable, "-u", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "training\n"
