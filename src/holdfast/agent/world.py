@@ -64,12 +64,8 @@ class RunningWorld:
         filtered_dir: str,
         threads: int | None,
     ) -> None:
-        """Ask for the store keeper and all ranks. They come up side by side: the store's port is open already."""
+        """Ask for all ranks and the store keeper. They come up side by side: the store's port is open already."""
         world = self.world
-        self._helpers.request(
-            messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
-            [self._listener.fileno()],
-        )
         for local_rank in range(world.local_size):
             to = destinations[local_rank]
             rank = world.first_rank + local_rank
@@ -98,6 +94,11 @@ class RunningWorld:
                 [self._report_end.fileno(), self._beacon_fd, *ends.values()],
             )
             output.start()
+        # The keeper last: ranks have more to do before they need it, and its port takes them already.
+        self._helpers.request(
+            messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
+            [self._listener.fileno()],
+        )
         self._listener.close()
         self._report_end.close()
 

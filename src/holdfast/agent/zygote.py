@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Work = Callable[[], None]
 
-# What constructing any torch.optim optimizer imports; FSDP comes with it.
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp")
+# torch._dynamo is what constructing any torch.optim optimizer imports; FSDP comes with it.
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "holdfast.worker.bootstrap")
 
 
 _log_plans: dict[str, LogsSpecs] = {}  # a grown zygote inherits them, with what they remember
@@ -172,7 +172,7 @@ class Zygote:
 
 
 def _run_worker(request: messages.ForkWorker, fds: list[int]) -> None:
-    from holdfast.worker import bootstrap
+    from holdfast.worker import bootstrap  # loaded before the fork, see PRELOAD
 
     bootstrap.run(request, fds)
 
