@@ -241,10 +241,16 @@ class Agent:
     def _zygote_ready(self, ready: messages.Ready) -> None:
         if self._helpers_ready:
             self._events.emit("zygote.grown", pid=ready.pid, refused=ready.refused)
+            self._park()
             return
         self._helpers_ready = True
         self._ready.set()
         self._advance(jobs.HelpersReady())
+
+    def _park(self) -> None:
+        """Once all ranks train, have the processes of a next world forked: its ranks, and its store keeper."""
+        if self._job is not None and self._job.stepped == frozenset(self._job.ranks):
+            self._helpers.request(messages.Park(len(self._job.ranks) + 1))
 
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
@@ -265,6 +271,7 @@ class Agent:
             case messages.Stepped(rank=rank, generation=generation, at_s=at_s, modules=modules):
                 self._events.emit("rank.first_step", generation=generation, rank=rank)
                 self._advance(jobs.Stepped(rank, generation, at_s))
+                self._park()
                 if modules and not self._learned:
                     self._learned = True
                     names = zlib.decompress(modules).decode().split("\n")

@@ -13,6 +13,7 @@ import importlib
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Zygote:
         self._link = link
         self._children: set[int] = set()
         self._retired = False
+        self._parked: dict[int, channel.Channel[messages.ToZygote]] = {}
         self._wakeup_r, self._wakeup_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wakeup_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -94,20 +96,61 @@ class Zygote:
 
     def _handle(self, request: messages.ToZygote, fds: list[int]) -> Work | None:
         match request:
-            case messages.ForkWorker(token=token):
-                return self._fork(token, fds, lambda: _run_worker(request, fds))
-            case messages.ForkKeeper(token=token):
-                return self._fork(token, fds, lambda: _keep_store(request, fds[0]))
+            case messages.ForkWorker() | messages.ForkKeeper():
+                return self._start(request, fds)
             case messages.CountDevices(token=token):
                 return self._fork(token, fds, lambda: _count_devices(request, fds[0]))
             case messages.PlanLogs():
                 self._link.send(self._plan_logs(request))
+            case messages.Park(count=count):
+                while len(self._parked) < count:
+                    parked, work = self._park()
+                    if not parked or work is not None:
+                        return work
             case messages.Grow():
                 return self._grow(request, fds)
             case messages.Retire():
                 self._retired = True
+                linux.signal_all(self._parked, signal.SIGKILL)
                 linux.set_title("holdfast retired zygote")
         return None
+
+    def _start(self, request: messages.ForkWorker | messages.ForkKeeper, fds: list[int]) -> Work | None:
+        """Give the work to a child that was forked ahead, or fork one now."""
+        while self._parked:
+            pid, link = self._parked.popitem()
+            try:
+                link.send(request, fds)
+            except channel.ChannelClosed:
+                continue  # it was killed; its end is reported as any other's
+            finally:
+                link.close()
+            channel.close_all(fds)
+            self._link.send(messages.Forked(request.token, pid))
+            return None
+        return self._fork(request.token, fds, lambda: _work(request, fds))
+
+    def _park(self) -> tuple[bool, Work | None]:
+        """Fork a child that waits to be told what it is. A fork takes 6 ms; a restart should not wait for several."""
+        ours, theirs = channel.pair()
+        zygote = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            return False, None
+        if pid == 0:
+            ours.close()
+            self._leave()
+            os.setsid()
+            linux.die_with_parent(zygote)
+            linux.set_title("holdfast parked")
+            return True, lambda: _wait_for_work(theirs)
+        theirs.close()
+        self._children.add(pid)
+        self._parked[pid] = channel.Channel(ours, messages.ToZygote)
+        return True, None
 
     def _fork(self, token: int, fds: list[int], work: Work) -> Work | None:
         zygote = os.getpid()
@@ -151,6 +194,8 @@ class Zygote:
         os.close(self._wakeup_r)
         os.close(self._wakeup_w)
         self._link.close()
+        for link in self._parked.values():
+            link.close()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -159,6 +204,8 @@ class Zygote:
                 if pid == 0:
                     return
                 self._children.discard(pid)
+                if (parked := self._parked.pop(pid, None)) is not None:
+                    parked.close()
                 self._link.send(messages.Exited(pid, os.waitstatus_to_exitcode(raw), time.monotonic()))
 
     def _plan_logs(self, request: messages.PlanLogs) -> messages.LogsPlanned:
@@ -169,6 +216,27 @@ class Zygote:
         except Exception as failure:
             reason = f"{type(failure).__name__}: {failure}"
             return messages.LogsPlanned({}, {}, {}, {}, {}, "", "", error=reason)
+
+
+def _wait_for_work(sock: socket.socket) -> None:
+    link: channel.Channel[messages.ToZygote] = channel.Channel(sock, messages.ToZygote)
+    try:
+        received = link.receive()
+    except channel.ChannelClosed:
+        received = None
+    link.close()
+    if received is None:
+        os._exit(0)
+    request, fds = received
+    assert isinstance(request, (messages.ForkWorker, messages.ForkKeeper))
+    _work(request, fds)
+
+
+def _work(request: messages.ForkWorker | messages.ForkKeeper, fds: list[int]) -> None:
+    if isinstance(request, messages.ForkKeeper):
+        _keep_store(request, fds[0])
+    else:
+        _run_worker(request, fds)
 
 
 def _run_worker(request: messages.ForkWorker, fds: list[int]) -> None:

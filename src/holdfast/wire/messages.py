@@ -101,6 +101,12 @@ class PlanLogs(Message, frozen=True):
     envs: dict[int, dict[str, str]]
 
 
+class Park(Message, frozen=True):
+    """Have this many children forked ahead, for the next world."""
+
+    count: int
+
+
 class Grow(Message, frozen=True):
     """Fork a new zygote that also holds these modules. Descriptor: the new zygote's channel."""
 
@@ -112,7 +118,7 @@ class Retire(Message, frozen=True):
     """Fork nothing more; end when the last child has."""
 
 
-ToZygote = ForkWorker | ForkKeeper | CountDevices | PlanLogs | Grow | Retire
+ToZygote = ForkWorker | ForkKeeper | CountDevices | PlanLogs | Park | Grow | Retire
 
 
 # -- zygote to agent --------------------------------------------------------------------------------------------------
