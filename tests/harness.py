@@ -158,11 +158,12 @@ class Job:
         return found
 
     def process(self, title: str) -> int:
-        """The one process whose command line begins so."""
-        [pid] = [
-            pid for pid, command in self.processes().items() if command == title or command.startswith(title + " of")
-        ]
-        return pid
+        """The one process with that title. A fresh fork has its parent's for a moment, so let the job train meanwhile."""
+        while True:
+            found = [pid for pid, text in self.processes().items() if text == title or text.startswith(title + " of")]
+            if len(found) == 1:
+                return found[0]
+            self.news.wait(lambda line: "step" in line)
 
     def leftovers(self, within_s: float = 1.0) -> list[str]:
         """What is still alive of the job after so long: nothing, one hopes."""

@@ -164,6 +164,27 @@ def test_a_killed_helper_is_replaced(job: Job, helper: str) -> None:
     assert job.leftovers() == []
 
 
+def test_the_next_world_is_forked_ahead_and_a_killed_one_of_it_does_no_harm(job: Job) -> None:
+    job.start(TRAINS, "1000000", max_restarts=1, env={"PACE_S": "0.005"})
+    job.wait_event("zygote.grown")
+    while len(parked := parked_pids(job)) < 3:
+        job.news.wait(lambda line: "step" in line)
+    os.kill(victim := parked.pop(), signal.SIGKILL)
+    while victim in job.processes():
+        job.news.wait(lambda line: "step" in line)
+    os.kill(rank_pids(job, 0)[1], signal.SIGKILL)
+    job.wait_step(1, 5, generation=1)
+    assert set(rank_pids(job, 1).values()) == parked
+    assert [kind for kind, _, _ in causes(job)] == ["signal"]
+    job.signal(signal.SIGTERM)
+    job.wait()
+    assert job.leftovers() == []
+
+
+def parked_pids(job: Job) -> set[int]:
+    return {pid for pid, command in job.processes().items() if command == "holdfast parked"}
+
+
 def test_nothing_is_left_of_a_killed_agent(job: Job) -> None:
     before = set(os.listdir("/dev/shm"))
     job.start(SHARES_MEMORY, nproc=2)
