@@ -158,7 +158,7 @@ class Job:
         return found
 
     def process(self, title: str) -> int:
-        """The one process with that title. A fresh fork has its parent's for a moment, so let the job train meanwhile."""
+        """The one process with that title. A fresh fork has its parent's for a moment: let the job train meanwhile."""
         while True:
             found = [pid for pid, text in self.processes().items() if text == title or text.startswith(title + " of")]
             if len(found) == 1:
