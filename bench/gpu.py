@@ -86,13 +86,14 @@ def main() -> None:
     print(f"{device.stdout.strip()}, torch {torch.__version__}, Python {sys.version.split()[0]}\n")
     budget = f"--max-restarts={runs}"
     cold = run(runs)
+    forked = run(runs, "-m", "holdfast", "run")  # first worlds only: later ones are forked ahead and wait
     warm = run(1, "-m", "holdfast", "run", budget, restarts=runs)
     peer = run(1, "-m", "torch.distributed.run", "--standalone", budget, restarts=runs)
     rows = [
         ["a cold process: start to first matmul", *figures(cold.all("matmul"))],
-        ["holdfast run: fork from the zygote to first matmul", *figures(warm.all("matmul"))],
+        ["holdfast run: fork from the zygote to first matmul", *figures(forked.all("matmul"))],
         ["a cold process: start to first AdamW step", *figures(cold.all("step"))],
-        ["holdfast run: fork to first AdamW step, NCCL", *figures(warm.all("step"))],
+        ["holdfast run: fork to first AdamW step, NCCL", *figures(forked.all("step"))],
         ["torchrun: SIGKILL to next step, NCCL", *figures(peer.recoveries())],
         ["holdfast run: SIGKILL to next step, NCCL", *figures(warm.recoveries())],
     ]
