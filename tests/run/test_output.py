@@ -153,10 +153,11 @@ def test_a_full_log_disk_stops_logs_and_nothing_else(job: Job) -> None:
 def test_dev_null_for_a_log_dir_leaves_no_file(job: Job) -> None:
     script = job.folder / "chatty.py"
     script.write_text(CHATTY)
-    before = set(os.listdir("/tmp"))
-    assert job.run(script, log_dir=os.devnull, flags=("--tee=3",)) == 0
+    temporary = job.folder / "tmp"
+    temporary.mkdir()
+    assert job.run(script, log_dir=os.devnull, flags=("--tee=3",), env={"TMPDIR": str(temporary)}) == 0
     assert not job.log_dir.exists()
-    assert not {name for name in set(os.listdir("/tmp")) - before if name.startswith("holdfast_")}
+    assert [path for path in temporary.iterdir() if path.name.startswith("holdfast")] == []
 
 
 def test_a_clean_run_without_a_log_dir_leaves_nothing(job: Job, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ block = shared_memory.SharedMemory(create=True, size=1 << 20)
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
 loader = iter(DataLoader(TensorDataset(torch.arange(100.0)), num_workers=2))
 next(loader)
-if os.environ["RANK"] == "1":
-    with open(os.environ["NEWS"], "a") as fifo:
-        fifo.write(json.dumps({"rank": 1, "generation": 0, "pid": os.getpid(), "shared": block.name}) + "\n")
+with open(os.environ["NEWS"], "a") as fifo:
+    told = {"rank": int(os.environ["RANK"]), "generation": 0, "pid": os.getpid(), "shared": block.name}
+    fifo.write(json.dumps(told) + "\n")
 signal.pause()
