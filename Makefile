@@ -4,18 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench lint system clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-test: lint
+test: lint system
 	$(BIN)/python -m pytest -n 2 tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+system:
+	@tools/system-packages
 
 bench: $(READY)
 	$(BIN)/python -m bench

@@ -79,12 +79,42 @@ OPTIONS: dict[str, tuple[str, object]] = {
     # holdfast's own
     "--restart-policy": ("restart_policy", "any-failed"),
     "--restart_policy": ("restart_policy", "any-failed"),
+    "--restart-budget": ("restart_budget", "all"),
+    "--restart_budget": ("restart_budget", "all"),
+    "--restart-refill": ("restart_refill", None),
+    "--restart_refill": ("restart_refill", None),
+    "--spares": ("spares", 0),
+    "--rank-assignment": ("rank_assignment", "infrastructure"),
+    "--rank_assignment": ("rank_assignment", "infrastructure"),
+    "--node-timeout": ("node_timeout", 3.0),
+    "--node_timeout": ("node_timeout", 3.0),
+    "--ft-restart-policy": ("ft_restart_policy", None),
+    "--ft_restart_policy": ("ft_restart_policy", None),
+    "--ft-use-infra-group-rank": ("ft_use_infra_group_rank", None),
+    "--ft_use_infra_group_rank": ("ft_use_infra_group_rank", None),
     "--retry-same-error": ("retry_same_error", False),
     "--retry_same_error": ("retry_same_error", False),
     "--exit-code-from-cause": ("exit_code_from_cause", False),
     "--exit_code_from_cause": ("exit_code_from_cause", False),
     "--cold-start": ("cold_start", False),
     "--cold_start": ("cold_start", False),
+    "--secret-file": ("secret_file", None),
+    "--secret_file": ("secret_file", None),
+    "--insecure": ("insecure", False),
+    "--tls-cert": ("tls_cert", None),
+    "--tls_cert": ("tls_cert", None),
+    "--tls-key": ("tls_key", None),
+    "--tls_key": ("tls_key", None),
+    "--tls-ca": ("tls_ca", None),
+    "--tls_ca": ("tls_ca", None),
+}
+
+# Ours of which only some values can be meant.
+CHOICES = {
+    "restart_policy": ["any-failed", "min-healthy"],
+    "ft_restart_policy": ["any-failed", "min-healthy"],
+    "restart_budget": ["all", "failures"],
+    "rank_assignment": ["infrastructure", "deterministic"],
 }
 
 # Torchrun's options that take a value: two texts for each, and what they are read as.
@@ -148,6 +178,13 @@ def refused(*argv: str) -> None:
 
 def test_the_options_are_these_and_no_others() -> None:
     assert {name: (action.dest, action.default) for name, action in options_of(make_parser()).items()} == OPTIONS
+
+
+def test_the_choices_are_these_and_no_others() -> None:
+    ours = {action.dest: list(action.choices or []) for action in make_parser()._actions}
+    assert {dest: ours[dest] for dest in CHOICES} == CHOICES
+    for dest, choices in CHOICES.items():
+        assert [value_of(dest, f"--{dest.replace('_', '-')}={choice}") for choice in choices] == choices
 
 
 def test_every_torchrun_option_is_here_and_means_the_same() -> None:
@@ -230,7 +267,9 @@ def test_a_switch_may_be_given_by_its_variable_and_a_flag_beats_it(dest: str, mo
     assert value_of(dest, f"--{dest}") is True
 
 
-@pytest.mark.parametrize("dest", ["logs_specs", "numa_binding", "cold_start", "exit_code_from_cause"])
+@pytest.mark.parametrize(
+    "dest", ["logs_specs", "numa_binding", "cold_start", "exit_code_from_cause", "spares", "insecure"]
+)
 def test_other_options_have_no_variable(dest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     default = value_of(dest)
     monkeypatch.setenv(f"PET_{dest.upper()}", "1")

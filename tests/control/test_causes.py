@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from holdfast.control.causes import EXIT_CODES, Kind, RankExit, blame, signal_name
+from holdfast.control.causes import EXIT_CODES, Blame, Cause, Kind, RankExit, blame, signal_name
 from holdfast.wire.messages import Raised
 
 NCCL_SAYS = (
@@ -41,6 +41,15 @@ def raised(
 
 def aborted(rank: int, stderr: tuple[str, ...], at_s: float = 10.0) -> RankExit:
     return RankExit(rank, 100 + rank, -signal.SIGABRT, at_s, stderr_tail=stderr)
+
+
+def blame_for(*exits: RankExit) -> Blame:
+    """The verdict over the failures among these ends, as a node reports them."""
+    return blame([exit.cause() for exit in exits if exit.is_failure])
+
+
+def lost(node: str, at_s: float) -> Cause:
+    return Cause(Kind.LOST_NODE, f"node {node} is gone", at_s, node=node)
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -97,55 +106,88 @@ def test_unknown_signals_have_a_number() -> None:
 
 
 def test_the_first_of_equals_is_the_cause() -> None:
-    verdict = blame([killed(0, at_s=10.2), killed(1, at_s=10.1), killed(2, at_s=10.3)])
+    verdict = blame_for(killed(0, at_s=10.2), killed(1, at_s=10.1), killed(2, at_s=10.3))
     assert verdict.first.rank == 1
-    assert [exit.rank for exit in verdict.followers] == [0, 2]
+    assert [cause.rank for cause in verdict.followers] == [0, 2]
 
 
 def test_at_the_same_time_the_lowest_rank_is_the_cause() -> None:
-    assert blame([killed(2), killed(0), killed(1)]).first.rank == 0
+    assert blame_for(killed(2), killed(0), killed(1)).first.rank == 0
 
 
 def test_a_killed_rank_stands_before_peers_whose_collectives_broke_earlier() -> None:
     broken = [raised(rank, "DistBackendError: closed", at_s=9.0 + rank / 10, backend=True) for rank in (0, 1, 3)]
-    verdict = blame([*broken, killed(2, at_s=10.0)])
+    verdict = blame_for(*broken, killed(2, at_s=10.0))
     assert verdict.first.rank == 2
-    assert [exit.rank for exit in verdict.followers] == [0, 1, 3]
+    assert [cause.rank for cause in verdict.followers] == [0, 1, 3]
 
 
 def test_an_exception_stands_before_peers_whose_collectives_broke_earlier() -> None:
-    verdict = blame([raised(0, "RuntimeError: gloo", at_s=9.0, backend=True), raised(1, at_s=9.5)])
+    verdict = blame_for(raised(0, "RuntimeError: gloo", at_s=9.0, backend=True), raised(1, at_s=9.5))
     assert verdict.first.rank == 1
 
 
 def test_a_rank_without_memory_stands_before_the_watchdogs_of_the_others() -> None:
-    verdict = blame([aborted(0, NCCL_SAYS, at_s=5.0), killed(1, at_s=9.0, oom=True), aborted(2, NCCL_SAYS, at_s=6.0)])
+    verdict = blame_for(aborted(0, NCCL_SAYS, at_s=5.0), killed(1, at_s=9.0, oom=True), aborted(2, NCCL_SAYS, at_s=6.0))
     assert (verdict.first.rank, verdict.first.kind) == (1, Kind.OUT_OF_MEMORY)
-    assert [exit.rank for exit in verdict.followers] == [0, 2]
+    assert [cause.rank for cause in verdict.followers] == [0, 2]
 
 
 def test_among_broken_collectives_the_first_is_the_cause() -> None:
-    verdict = blame([raised(0, at_s=9.2, backend=True), raised(1, at_s=9.1, backend=True)])
+    verdict = blame_for(raised(0, at_s=9.2, backend=True), raised(1, at_s=9.1, backend=True))
     assert (verdict.first.rank, verdict.first.kind) == (1, Kind.BACKEND)
 
 
 def test_stopped_ranks_and_those_that_ended_well_are_left_out() -> None:
-    verdict = blame([stopped(0, at_s=1.0), exited(1, 0, at_s=2.0), exited(2, 1, at_s=10.0), stopped(3)])
+    verdict = blame_for(stopped(0, at_s=1.0), exited(1, 0, at_s=2.0), exited(2, 1, at_s=10.0), stopped(3))
     assert verdict.first.rank == 2
     assert verdict.followers == ()
 
 
 def test_without_a_failure_there_is_nobody_to_blame() -> None:
-    with pytest.raises(ValueError, match="no rank failed"):
-        blame([stopped(0), exited(1, 0)])
+    with pytest.raises(ValueError, match="nothing failed"):
+        blame([])
+
+
+# -- many nodes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_stands_before_the_collectives_that_broke_with_it() -> None:
+    broken = raised(4, "DistBackendError: closed", at_s=9.0, backend=True).cause()
+    assert blame([broken, lost("b", at_s=12.0)]).first.node == "b"
+
+
+def test_a_killed_rank_stands_before_the_node_that_was_lost_later() -> None:
+    verdict = blame([lost("b", at_s=12.0), killed(1, at_s=11.0).cause()])
+    assert verdict.first.rank == 1
+    assert [cause.node for cause in verdict.followers] == ["b"]
+
+
+def test_the_verdict_does_not_hang_on_the_order_in_which_causes_came() -> None:
+    causes = [lost("b", 9.0), lost("a", 9.0), killed(3, 9.0).cause(), killed(0, 9.0).cause()]
+    assert blame(causes) == blame(causes[::-1])
+    assert blame(causes).first.node == "a"
+
+
+def test_a_cause_has_the_evidence_of_its_rank() -> None:
+    report = raised(3, "KeyError: 'lr'", at_s=5.0, exited_at_s=9.0)
+    cause = report.cause()
+    assert (cause.kind, cause.headline, cause.failed_at_s) == (Kind.ERROR, "KeyError: 'lr'", 5.0)
+    assert (cause.rank, cause.pid, cause.status) == (3, 103, 1)
+    assert (cause.raised, cause.where) == (True, "train.py:3")
+    assert cause.traceback.startswith("Traceback")
+    assert aborted(0, NCCL_SAYS).cause().stderr_tail == NCCL_SAYS
+    assert not killed(0).cause().raised
 
 
 # -- exit codes -------------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_has_an_exit_code_of_its_own_that_no_shell_uses() -> None:
+    """But for a change of membership, which ends a job only as a lost node does."""
     assert set(EXIT_CODES) == set(Kind)
-    assert sorted(EXIT_CODES.values()) == list(range(81, 89))
+    assert EXIT_CODES[Kind.MEMBERSHIP] == EXIT_CODES[Kind.LOST_NODE]
+    assert sorted(set(EXIT_CODES.values())) == list(range(81, 89))
 
 
 def test_a_rank_that_never_had_a_process_is_the_launchers_fault() -> None:

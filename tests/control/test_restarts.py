@@ -138,3 +138,27 @@ def test_only_worlds_that_die_soon_and_without_a_step_are_a_crash_loop() -> None
 def test_a_crash_loop_is_restarted_after_its_wait() -> None:
     early = a_failure(kind=Kind.SIGNAL, raised=False, uptime_s=1.0)
     assert decide(after([early] * 3), early) == Restart("restart 1 of 10", after_s=1.0)
+
+
+# -- refill -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_that_is_given_back_can_be_used_again_and_the_count_still_grows() -> None:
+    history = History(2).charged().charged().refunded()
+    assert (history.left, history.spent) == (1, 2)
+    assert decide(history, a_failure()) == Restart("restart 3 of 2 (and 1 given back)")
+    assert history.charged().left == 0
+
+
+def test_no_more_is_given_back_than_was_spent() -> None:
+    assert History(3).refunded().left == 3
+    assert History(3).charged().refunded().refunded().refunded().left == 3
+
+
+def test_what_was_given_back_survives_a_failure() -> None:
+    assert History(3).charged().refunded().seen(a_failure()).left == 3
+
+
+def test_a_world_whose_steps_cannot_be_seen_is_taken_for_one_without_any() -> None:
+    unseen = Failure(Kind.ERROR, 0, "ValueError: bad", "train.py:7", True, steps=None, uptime_s=1.0)
+    assert after([unseen] * 3).same_error_in_a_row == after([unseen] * 3).early_in_a_row == 3

@@ -8,7 +8,13 @@ from holdfast.control.worlds import World, one_gpu_env, worker_env
 
 
 def a_world(
-    first_rank: int = 0, world_size: int = 0, group_rank: int = 0, group_size: int = 1, role: str = "default"
+    first_rank: int = 0,
+    world_size: int = 0,
+    group_rank: int = 0,
+    group_size: int = 1,
+    role: str = "default",
+    role_first_rank: int = 0,
+    role_size: int = 0,
 ) -> World:
     return World(
         run_id="run",
@@ -23,6 +29,8 @@ def a_world(
         world_size=world_size,
         group_rank=group_rank,
         group_size=group_size,
+        role_first_rank=role_first_rank,
+        role_size=role_size,
     )
 
 
@@ -49,10 +57,18 @@ def test_a_worker_gets_every_variable_that_torchrun_sets() -> None:
 
 
 def test_a_second_node_counts_its_ranks_from_where_the_first_one_ends() -> None:
-    env = worker_env(a_world(first_rank=2, world_size=4, group_rank=1, group_size=2), 1, {})
+    second = a_world(first_rank=2, world_size=4, group_rank=1, group_size=2, role_first_rank=2, role_size=4)
+    env = worker_env(second, 1, {})
     assert (env["RANK"], env["LOCAL_RANK"], env["ROLE_RANK"]) == ("3", "1", "3")
     assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["ROLE_WORLD_SIZE"]) == ("4", "2", "4")
     assert (env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("1", "2")
+
+
+def test_a_role_counts_its_own_ranks_and_not_those_of_the_world() -> None:
+    reader = a_world(first_rank=6, world_size=8, group_rank=1, group_size=2, role="reader", role_size=2)
+    env = worker_env(reader, 1, {})
+    assert (env["RANK"], env["ROLE_RANK"]) == ("7", "1")
+    assert (env["WORLD_SIZE"], env["ROLE_WORLD_SIZE"], env["ROLE_NAME"]) == ("8", "2", "reader")
 
 
 def test_a_node_that_is_the_whole_world_has_its_size() -> None:

@@ -1,4 +1,4 @@
-"""Beacons: what a rank writes into its page, the agent reads, and nobody else's page is touched."""
+"""Beacons: what a rank writes into its page the agent reads, but for the lease, and nobody else's page is touched."""
 
 from __future__ import annotations
 
@@ -59,6 +59,42 @@ def test_ranks_do_not_touch_each_others_pages(pages_fd: int) -> None:
 def test_a_page_without_the_mark_is_not_believed(pages_fd: int) -> None:
     os.pwrite(pages_fd, b"\xff" * 24, 8)
     assert Page(pages_fd, 0).steps is None
+
+
+# -- the lease --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_nobody_gave_a_lease_has_none(pages_fd: int) -> None:
+    assert not Beacon(pages_fd, 0, generation=0).has_lease
+
+
+def test_a_rank_sees_the_lease_that_the_agent_gives_it_and_when_it_is_over(pages_fd: int) -> None:
+    rank, page = Beacon(pages_fd, 0, generation=0), Page(pages_fd, 0)
+    page.lease(time.monotonic() + 1000.0)
+    assert (rank.has_lease, rank.lease_is_over) == (True, False)
+    page.lease(time.monotonic() - 0.001)
+    assert (rank.has_lease, rank.lease_is_over) == (True, True)
+    page.lease(time.monotonic() + 1000.0)
+    assert not rank.lease_is_over
+
+
+def test_a_lease_that_was_given_before_the_rank_was_there_is_kept(pages_fd: int) -> None:
+    Page(pages_fd, 1).lease(time.monotonic() + 1000.0)
+    rank = Beacon(pages_fd, 1, generation=3)
+    assert rank.has_lease
+    assert not rank.lease_is_over
+
+
+def test_a_lease_is_its_ranks_own_and_touches_nothing_else(pages_fd: int) -> None:
+    ranks = [Beacon(pages_fd, slot, generation=0) for slot in range(3)]
+    ranks[1].step_done()
+    Page(pages_fd, 1).lease(1.0)
+    assert [rank.has_lease for rank in ranks] == [False, True, False]
+    ranks[1].step_done()
+    assert (Page(pages_fd, 1).steps, ranks[1].lease_is_over) == (2, True)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_page_can_be_read_after_the_file_is_closed() -> None:

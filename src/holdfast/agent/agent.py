@@ -1,4 +1,4 @@
-"""The agent: the shell around `control.job`. What happens on this node becomes events; actions become effects."""
+"""The agent: the shell around `control.node`. What happens on this node becomes events; actions become effects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from holdfast import linux
 from holdfast.agent import preflight
 from holdfast.agent.console import Console
+from holdfast.agent.link import Alone, Line, Link
 from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs, std_of
 from holdfast.agent.memory import OomWatch
 from holdfast.agent.options import Options
@@ -25,14 +27,18 @@ from holdfast.agent.records import Records
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
-from holdfast.control import job as jobs
-from holdfast.control import restarts
+from holdfast.control import node as nodes
+from holdfast.control import protocol, restarts
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
 from holdfast.control.incidents import Incident
 from holdfast.control.worlds import World, worker_env
+from holdfast.coordinator import ledger
 from holdfast.observe import error_file, torchelastic
 from holdfast.observe.events import Sink
 from holdfast.wire import messages
+
+# What the agents alone need to know.
+SECRETS = ("HOLDFAST_SECRET", "HOLDFAST_ETCD_PASSWORD")
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -67,7 +73,12 @@ class Agent:
         self._decide = decide or default
         self._sinks = sinks
         self._quiet = quiet
-        self._job: jobs.Job | None = None
+        self._id = uuid.uuid4().hex
+        self._node: nodes.Node | None = None
+        self._link: Link | None = None
+        self._inbox: deque[nodes.Event] = deque()
+        self._acting = False
+        self._lease_until_s = 0.0
         self._world: RunningWorld | None = None
         self._destinations: dict[int, Destination] = {}
         self._helpers_ready = False
@@ -81,11 +92,11 @@ class Agent:
     async def run(self) -> Result:
         """Run the job to its end. Raises `Refused` before any worker has started."""
         loop = self._loop = asyncio.get_running_loop()
-        self._finished: asyncio.Future[jobs.Finish] = loop.create_future()
+        self._finished: asyncio.Future[nodes.Finish] = loop.create_future()
         self._ready = asyncio.Event()
         self._stdout, self._stderr = Console(1, loop), Console(2, loop)
         self._oom = OomWatch()
-        self._listener = socket.socket()
+        self._listener: socket.socket | None = None  # where this node would keep the next world's store
         adopted = linux.adopt_orphans()
         self._take_signals()
         self._env = self._workers_env()
@@ -97,13 +108,18 @@ class Agent:
             finish = await self._finished
             self._close_world()
             await self._helpers.stop()
+            if self._link is not None:
+                await self._link.close()
             return self._conclude(finish)
         finally:
             await self._helpers.stop()
+            if self._link is not None:
+                await self._link.close()
             self._oom.close()
             linux.adopt_orphans(adopted)
             self._release_signals()
-            self._listener.close()
+            if self._listener is not None:
+                self._listener.close()
             self._stdout.close()
             self._stderr.close()
 
@@ -121,7 +137,8 @@ class Agent:
 
     async def _set_up(self) -> None:
         options = self._options
-        self._listener = preflight.listen(options.master_addr, options.master_port)
+        if options.cluster is None:
+            self._listener = preflight.listen(options.master_addr, options.master_port)
         run_dir = preflight.open_run_directory(options)
         try:
             await self._begin(options, run_dir)
@@ -132,7 +149,7 @@ class Agent:
     async def _begin(self, options: Options, run_dir: RunDirectory) -> None:
         sinks = [*self._sinks]
         if options.event_handler == "console":
-            sinks.append(torchelastic.ConsoleSink(options.run_id, options.role, self._stderr.write))
+            sinks.append(torchelastic.ConsoleSink(options.settings.run_id, options.role, self._stderr.write))
         self._records = Records(run_dir, sinks, self.say)
         self._events = self._records.events
         self._plumbing = Plumbing(
@@ -149,18 +166,58 @@ class Agent:
             self.say(f"OMP_NUM_THREADS=1 for each of {nproc} ranks; set it yourself for more")
         self._events.emit(
             "job.started",
-            run_id=options.run_id,
+            run_id=options.settings.run_id,
+            node=self._id,
             nproc=nproc,
             program=msgspec.to_builtins(options.program),
             pid=os.getpid(),
         )
-        self._job, actions = jobs.begin(nproc, options.max_restarts, options.shutdown_timeout_s)
-        self._do(actions)
+        self._node = self._make_node(nproc)
+        self._link = link = self._make_link(run_dir)
+        for action in self._node.begin():
+            self._do(action)
+        link.start()
         if self._stop_signal is not None:
-            self._advance(jobs.StopRequested(self._stop_signal))
+            self._advance(nodes.StopRequested(self._stop_signal))
+
+    def _make_node(self, nproc: int) -> nodes.Node:
+        options, settings, cluster = self._options, self._options.settings, self._options.cluster
+        hello = protocol.Hello(
+            version=protocol.VERSION,
+            node=self._id,
+            host=cluster.local_addr if cluster is not None and cluster.local_addr else socket.gethostname(),
+            addr="",
+            local_size=nproc,
+            store_port=0,
+            role=options.role,
+            order=cluster.order if cluster is not None else None,
+            settings=f"--nnodes={settings.min_nodes}:{settings.max_nodes} --max-restarts={settings.max_restarts}",
+        )
+        if cluster is None:
+            return nodes.Node(hello, options.shutdown_timeout_s)
+        return nodes.Node(
+            hello, options.shutdown_timeout_s, settings.join_timeout_s, cluster.close_timeout_s, settings.beat_s
+        )
+
+    def _make_link(self, run_dir: RunDirectory) -> Alone | Line:
+        options = self._options
+        if options.cluster is None:
+            return Alone(options.master_addr, self._id, options.settings, self._decide, self._advance)
+        return Line(
+            options.cluster,
+            options.settings,
+            self._id,
+            self._decide,
+            self._advance,
+            self.say,
+            run_dir.join(ledger.NAME),
+            os.path.join(run_dir.siblings, ledger.NAME),
+            preflight.tls(options.cluster),
+        )
 
     def _workers_env(self) -> dict[str, str]:
-        env = {**os.environ, "HOLDFAST_JOB": uuid.uuid4().hex}
+        env = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        env["HOLDFAST_JOB"] = uuid.uuid4().hex
         if "OMP_NUM_THREADS" not in env and self._options.nproc != 1:
             env["OMP_NUM_THREADS"] = "1"
         return env
@@ -197,25 +254,33 @@ class Agent:
         if self._finished.done():
             return
         if isinstance(failure, preflight.Refused):
-            self._finished.set_result(jobs.Finish(Kind.LAUNCHER, str(failure)))
+            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, str(failure)))
         else:
             self._finished.set_exception(failure or RuntimeError(context["message"]))
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def _advance(self, event: jobs.Event) -> None:
-        if self._job is not None and not self._finished.done():
-            self._job, actions = jobs.advance(self._job, time.monotonic(), event, self._decide)
-            self._do(actions)
+    def _advance(self, event: nodes.Event) -> None:
+        """One event after the other: what an action brings about, the coordinator's answer say, comes after it."""
+        self._inbox.append(event)
+        if self._acting or self._node is None:
+            return
+        self._acting = True
+        try:
+            while self._inbox:
+                for action in self._node.handle(time.monotonic(), self._inbox.popleft()):
+                    self._do(action)
+        finally:
+            self._acting = False
 
     def _on_signal(self, signum: int) -> None:
         self._stop_signal = signum
-        if self._job is None:
+        if self._node is None:
             if not self._finished.done():
-                self._finished.set_result(jobs.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
+                self._finished.set_result(nodes.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
             return
         self._events.emit("job.signalled", signal=signal_name(signum))
-        self._advance(jobs.StopRequested(signum))
+        self._advance(nodes.StopRequested(signum))
 
     def _from_zygote(self, message: messages.FromZygote) -> None:
         match message:
@@ -225,12 +290,12 @@ class Agent:
                 self._events.emit("zygote.not_grown", refused=refused)
             case messages.NotReady(reason=reason):
                 if not self._finished.done():
-                    self._finished.set_result(jobs.Finish(Kind.LAUNCHER, reason))
+                    self._finished.set_result(nodes.Finish(Kind.LAUNCHER, reason))
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
                     generation = self._world.world.generation
                     self._events.emit("world.started", generation=generation, pids=self._world.pids())
-                    self._advance(jobs.Started(generation))
+                    self._advance(nodes.Started(generation))
             case messages.NotForked(token=token, reason=reason) if self._world is not None:
                 self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
             case messages.Exited() if self._world is not None:
@@ -245,32 +310,34 @@ class Agent:
             return
         self._helpers_ready = True
         self._ready.set()
-        self._advance(jobs.HelpersReady())
+        self._advance(nodes.HelpersReady())
+        if self._options.cluster is not None:
+            self._helpers.request(messages.Park(self._node.hello.local_size + 1 if self._node is not None else 0))
 
     def _park(self) -> None:
         """Once all ranks train, have the processes of a next world forked: its ranks, and its store keeper."""
-        if self._job is not None and self._job.stepped == frozenset(self._job.ranks):
-            self._helpers.request(messages.Park(len(self._job.ranks) + 1))
+        if self._node is not None and len(self._node.stepped) == self._node.hello.local_size:
+            self._helpers.request(messages.Park(self._node.hello.local_size + 1))
 
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
-        if self._job is None and not self._finished.done():
-            self._finished.set_result(jobs.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
-        self._advance(jobs.HelpersLost(what, self._world.steps() if self._world is not None else None))
+        if self._node is None and not self._finished.done():
+            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
+        self._advance(nodes.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
     def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
         generation = running.world.generation
         if exit is not None:
             self._events.emit("rank.exited", generation=generation, rank=exit.rank, pid=exit.pid, status=exit.status)
-            self._advance(jobs.Exited(generation, exit))
+            self._advance(nodes.Exited(generation, exit))
         elif running.keeper_gone:
-            self._advance(jobs.KeeperLost(generation))
+            self._advance(nodes.KeeperLost(generation))
 
     def _from_rank(self, report: messages.Report) -> None:
         match report:
             case messages.Stepped(rank=rank, generation=generation, at_s=at_s, modules=modules):
                 self._events.emit("rank.first_step", generation=generation, rank=rank)
-                self._advance(jobs.Stepped(rank, generation, at_s))
+                self._advance(nodes.Stepped(rank, generation, at_s))
                 self._park()
                 if modules and not self._learned:
                     self._learned = True
@@ -281,59 +348,93 @@ class Agent:
 
     # -- what is done about it ----------------------------------------------------------------------------------------
 
-    def _do(self, actions: list[jobs.Action]) -> None:
-        for action in actions:
-            match action:
-                case jobs.PrepareHelpers():
-                    self._prepare_helpers()
-                case jobs.Launch():
-                    self._launch(action)
-                case jobs.Signal(ranks=ranks, signum=signum, why=why):
-                    self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why)
-                    if self._world is not None:
-                        self._world.signal(ranks, signum)
-                case jobs.Timer(name=name, generation=generation, after_s=after_s):
-                    self._loop.call_later(after_s, self._advance, jobs.TimerFired(name, generation))
-                case jobs.ClearLeftovers():
-                    self._close_world()
-                    self._helpers.clear_leftovers()
-                case jobs.Opened(incident=incident):
-                    self._records.opened(incident)
-                case jobs.Closed(incident=incident):
-                    self._records.closed(incident)
-                case jobs.Finish():
-                    if not self._finished.done():
-                        self._finished.set_result(action)
+    def _do(self, action: nodes.Action) -> None:
+        match action:
+            case nodes.PrepareHelpers():
+                self._prepare_helpers()
+            case nodes.Run(world=world):
+                self._run_world(world)
+            case nodes.Signal(ranks=ranks, signum=signum, why=why):
+                self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why)
+                if self._world is not None:
+                    self._world.signal(ranks, signum)
+            case nodes.Timer(name=name, key=key, after_s=after_s):
+                self._loop.call_later(after_s, self._advance, nodes.TimerFired(name, key))
+            case nodes.ClearLeftovers():
+                self._close_world()
+                self._helpers.clear_leftovers()
+            case nodes.Tell(message=message):
+                self._tell(message)
+            case nodes.Lease(until_s=until_s):
+                self._lease_until_s = until_s
+                if self._world is not None:
+                    self._world.lease(until_s)
+            case nodes.HangUp(why=why):
+                self._events.emit("coordinator.given_up", why=why)
+                if self._link is not None:
+                    self._link.hang_up(why)
+            case nodes.Told(text=text):
+                self._events.emit("coordinator.said", text=text)
+                self.say(text)
+            case nodes.Opened(incident=incident):
+                self._records.opened(incident)
+            case nodes.Closed(incident=incident):
+                self._records.closed(incident)
+            case nodes.Finish():
+                if not self._finished.done():
+                    self._finished.set_result(action)
+
+    def _tell(self, message: protocol.ToCoordinator) -> None:
+        """Fill in what only the shell knows, and send."""
+        assert self._link is not None
+        match message:
+            case protocol.Hello():
+                if self._options.cluster is not None:
+                    self._events.emit("node.hello", addr=self._link.addr, generation=message.generation)
+                message = msgspec.structs.replace(message, addr=self._link.addr, store_port=self._store_port())
+            case protocol.Down() | protocol.Ready():
+                message = msgspec.structs.replace(message, store_port=self._store_port())
+            case protocol.Beat():
+                steps = self._world.steps() if self._world is not None else None
+                message = msgspec.structs.replace(message, steps=steps if steps is not None else -1)
+        self._link.tell(message)
+
+    def _store_port(self) -> int:
+        """The port of the store that a next world would have here. Bound ahead, so that it can be told."""
+        if self._listener is None:
+            assert self._link is not None
+            self._listener = preflight.listen(self._link.addr, self._options.master_port)
+        return int(self._listener.getsockname()[1])
 
     def _prepare_helpers(self) -> None:
         if self._helpers_ready:
-            self._advance(jobs.HelpersReady())
+            self._advance(nodes.HelpersReady())
         elif not self._helpers.running:
             self._learned = False
             self._helpers.start()
 
-    def _launch(self, launch: jobs.Launch) -> None:
-        """Bring up a world. The first one has the socket that was opened to see whether it can be."""
-        if launch.generation > 0:
-            self._listener = preflight.listen(self._options.master_addr, self._options.master_port)
-        options = self._options
-        assert self._job is not None
-        world = World(
-            run_id=options.run_id,
-            generation=launch.generation,
-            restart_count=launch.restart_count,
-            max_restarts=options.max_restarts,
-            master_addr=options.master_addr,
-            master_port=self._listener.getsockname()[1],
-            local_size=len(self._job.ranks),
-            role=options.role,
+    def _run_world(self, world: World) -> None:
+        self._close_world()
+        self._events.emit(
+            "world.launched",
+            generation=world.generation,
+            size=world.size,
+            restarts=world.restart_count,
+            first_rank=world.first_rank,
+            group_rank=world.group_rank,
+            group_size=world.group_size,
+            master=f"{world.master_addr}:{world.master_port}",
         )
-        self._events.emit("world.launched", generation=world.generation, size=world.size, restarts=world.restart_count)
-        self._world = RunningWorld(world, self._listener, self._loop, self._helpers, self._oom, self._from_rank)
-        if options.logs_plugin is None:
-            self._start_ranks(self._world, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
+        listener: socket.socket | None = None
+        if world.group_rank == 0:
+            listener, self._listener = self._listener, None
+        self._world = running = RunningWorld(
+            world, listener, self._loop, self._helpers, self._oom, self._from_rank, self._lease_until_s
+        )
+        if self._options.logs_plugin is None:
+            self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
         else:
-            self._planning = self._loop.create_task(self._start_ranks_as_planned(self._world, options.logs_plugin))
+            self._planning = self._loop.create_task(self._start_ranks_as_planned(running, self._options.logs_plugin))
             self._planning.add_done_callback(lambda task: task.result())
 
     def _start_ranks(self, running: RunningWorld, destinations: dict[int, Destination], filtered: str = "") -> None:
@@ -358,7 +459,7 @@ class Agent:
         plan = await self._plan
         self._plan = None
         if plan.error:
-            self._finished.set_result(jobs.Finish(Kind.LAUNCHER, f"--logs-specs {plugin}: {plan.error}"))
+            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, f"--logs-specs {plugin}: {plan.error}"))
             return
         self._start_ranks(
             running, {rank: _planned(plan, rank) for rank in ranks}, os.path.dirname(plan.filtered_stdout)
@@ -372,18 +473,24 @@ class Agent:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _conclude(self, finish: jobs.Finish) -> Result:
+    def _conclude(self, finish: nodes.Finish) -> Result:
         """Everything is down: tell how it went."""
-        steps = self._job.steps if self._job is not None else 0
+        steps = self._node.steps if self._node is not None else 0
         last = self._records.conclude(finish.kind, finish.reason, steps)
         if last is not None:
             error_file.forward(self._error_file_of(last.rank), last.status)
-        exits = self._job.exits if self._job is not None else ()
+        exits = self._node.exits if self._node is not None else ()
         incidents = tuple(self._records.incidents)
         return Result(finish.kind, finish.reason, incidents, exits, self._records.run_dir.path)
 
     def _error_file_of(self, rank: int | None) -> str:
-        return self._destinations[rank].error_file if rank in self._destinations else ""
+        """Where the rank left its error, if it was one of this node's."""
+        first = self._node.world.first_rank if self._node is not None and self._node.world is not None else 0
+        return (
+            self._destinations[rank - first].error_file
+            if rank is not None and rank - first in self._destinations
+            else ""
+        )
 
 
 def _planned(plan: messages.LogsPlanned, rank: int) -> Destination:

@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.agent.agent import Agent, Result
 from holdfast.agent.logs import LogFilters, Logs
 from holdfast.agent.options import NUMA_MODES, Options
+from holdfast.control.membership import Settings
 from holdfast.control.restarts import Decide
 from holdfast.observe import explain
 from holdfast.observe.events import Event
@@ -99,8 +100,7 @@ def launch(
         options = Options(
             program=program,
             nproc=nproc,
-            max_restarts=max_restarts,
-            run_id=run_id or str(uuid.uuid4()),
+            settings=Settings(run_id=run_id or str(uuid.uuid4()), max_restarts=max_restarts, alone=True),
             role=role,
             log_dir=log_dir,
             redirects=redirects,

@@ -8,17 +8,43 @@ from collections.abc import Mapping
 import msgspec
 
 from holdfast.agent.logs import LogFilters
+from holdfast.control.membership import Settings
 from holdfast.wire.messages import Program
+from holdfast.wire.secret import Secret
 
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+class EtcdAccess(msgspec.Struct, frozen=True):
+    """How to come to etcd, beside its endpoints."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password: str | None = None
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """How the nodes of a job find and trust each other."""
+
+    backend: str  # c10d or etcd
+    endpoints: tuple[tuple[str, int], ...]
+    secret: Secret
+    order: int | None = None  # this node's place by the infrastructure
+    local_addr: str = ""  # '': the one by which it reaches the coordinator
+    is_host: bool | None = None  # None: whoever has the endpoint's address
+    close_timeout_s: float = 30.0
+    tls: tuple[str, str, str] | None = None  # files: certificate, key, authority
+    etcd: EtcdAccess = EtcdAccess()
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     program: Program
     nproc: int | str = 1  # or cpu, gpu, xpu, auto, a backend's name
-    max_restarts: int = 0
-    run_id: str = "none"
+    settings: Settings = Settings(alone=True)  # of the job
+    cluster: Cluster | None = None  # None: one node alone
     role: str = "default"
     shutdown_timeout_s: float = 30.0
     signals: tuple[int, ...] = DEFAULT_SIGNALS

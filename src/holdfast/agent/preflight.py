@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holdfast.agent.options import Options
+from holdfast.agent.options import Cluster, Options
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import one_gpu_env
 from holdfast.wire import channel, messages
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 
 class Refused(Exception):
@@ -41,7 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def open_run_directory(options: Options) -> RunDirectory:
     try:
-        run_dir = RunDirectory(options.log_dir, options.run_id)
+        run_dir = RunDirectory(options.log_dir, options.settings.run_id)
         if (folder := run_dir.join("incidents")) is not None:
             os.makedirs(folder, exist_ok=True)
         return run_dir
@@ -50,6 +53,15 @@ def open_run_directory(options: Options) -> RunDirectory:
         raise Refused(
             f"--log-dir: cannot write {where}: {failure.strerror}; name one that this user may write"
         ) from None
+
+
+def tls(cluster: Cluster) -> tuple[SSLContext, SSLContext] | None:
+    """The contexts of both sides: a node is one or the other, as it comes."""
+    if cluster.tls is None:
+        return None
+    from holdfast.wire.tls import client_context, server_context
+
+    return server_context(*cluster.tls), client_context(*cluster.tls)
 
 
 def check_gpus(nproc: int) -> None:

@@ -26,16 +26,17 @@ KEEPER = -1  # in the place of a local rank
 
 
 class RunningWorld:
-    """Owns everything that ends with its world."""
+    """Owns everything that ends with its world. The store is kept where `listener` is, on the first of its nodes."""
 
     def __init__(
         self,
         world: World,
-        listener: socket.socket,
+        listener: socket.socket | None,
         loop: asyncio.AbstractEventLoop,
         helpers: Zygotes,
         oom: OomWatch,
         on_report: Callable[[messages.Report], None],
+        lease_until_s: float = 0.0,
     ) -> None:
         self.world = world
         self._loop = loop
@@ -45,6 +46,9 @@ class RunningWorld:
         self._listener = listener
         self._beacon_fd = beacon.make(world.local_size)
         self._pages = [beacon.Page(self._beacon_fd, slot) for slot in range(world.local_size)]
+        self._processes = world.local_size + (listener is not None)
+        if lease_until_s:
+            self.lease(lease_until_s)
         self._reports, self._report_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reports.setblocking(False)
         self._decoder: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
@@ -94,13 +98,19 @@ class RunningWorld:
                 [self._report_end.fileno(), self._beacon_fd, *ends.values()],
             )
             output.start()
-        # The keeper last: ranks have more to do before they need it, and its port takes them already.
-        self._helpers.request(
-            messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
-            [self._listener.fileno()],
-        )
-        self._listener.close()
+        if self._listener is not None:
+            # The keeper last: ranks have more to do before they need it, and its port takes them already.
+            self._helpers.request(
+                messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
+                [self._listener.fileno()],
+            )
+            self._listener.close()
         self._report_end.close()
+
+    def lease(self, until_s: float) -> None:
+        """Let the ranks step until then."""
+        for page in self._pages:
+            page.lease(until_s)
 
     # -- what happens to the processes --------------------------------------------------------------------------------
 
@@ -126,7 +136,7 @@ class RunningWorld:
         self._pids[local_rank] = pid
         if self._pending_signal is not None and local_rank != KEEPER:
             linux.signal_session(pid, self._pending_signal)
-        return len(self._pids) == self.world.local_size + 1
+        return len(self._pids) == self._processes
 
     def exited(self, message: messages.Exited) -> RankExit | None:
         """The end of one of this world's ranks, with all that is known of it; None if it is none of them."""
@@ -174,7 +184,8 @@ class RunningWorld:
         self._loop.remove_reader(self._reports.fileno())
         self._reports.close()
         self._report_end.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         os.close(self._beacon_fd)
         for output in self._outputs.values():
             output.close()

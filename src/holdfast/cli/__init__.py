@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-_COMMANDS = {"run": "run a training script on ranks that come back when one is killed; takes torchrun's flags"}
+_COMMANDS = {
+    "run": "run a training script on ranks that come back when one is killed; takes torchrun's flags",
+    "nodes": "show the nodes of a running job, or take back one that was set aside",
+    "simulate": "try the control plane against simulated disasters, from a seed",
+}
 
 
 def main() -> None:
     command, *rest = sys.argv[1:] or ["--help"]
-    if command == "run":
-        from holdfast.cli.run import main as run
-
-        sys.exit(run(rest))
+    if command in _COMMANDS:
+        sys.exit(importlib.import_module(f"holdfast.cli.{command}").main(rest))
     if command in ("-h", "--help"):
         print("usage: holdfast <command> ...\n")
         for name, what in _COMMANDS.items():

@@ -11,7 +11,11 @@ from holdfast._version import __version__
 from holdfast.agent.options import NUMA_MODES
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-OWN = {"restart_policy", "retry_same_error", "exit_code_from_cause", "cold_start"}
+OWN = {
+    *("restart_policy", "restart_budget", "restart_refill", "retry_same_error", "exit_code_from_cause", "cold_start"),
+    *("spares", "rank_assignment", "node_timeout", "secret_file", "insecure", "tls_cert", "tls_key", "tls_ca"),
+    *("ft_restart_policy", "ft_use_infra_group_rank"),
+}
 
 _EPILOG = """\
 Every option may be spelled with dashes or underscores, and torchrun's may be given as PET_<OPTION> in the environment.
@@ -26,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but a wrong flag is one line and not the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"holdfast run: {message}; see holdfast run --help\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """An abbreviation that torchrun understands means here what it means there, whatever flags we add."""
@@ -49,19 +53,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv), namespace)
 
 
+def open_parser(program: str, description: str) -> argparse.ArgumentParser:
+    return _Parser(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="holdfast run",
-        description="Run a training script on several ranks, and bring them back when one dies.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = open_parser("holdfast run", "Run a training script on several ranks, and bring them back when one dies.")
+    parser.epilog = _EPILOG
     _FROM_ENV.clear()
     _add_size_and_restarts(parser)
     _add_rendezvous(parser)
     _add_program(parser)
     _add_logs(parser)
     _add_own(parser)
+    add_trust(parser)
     parser.add_argument("training_script", help="the script, module or program that each rank runs")
     parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help="its arguments; ${local_rank} is replaced"
@@ -118,6 +123,13 @@ def _at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return number
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text}: a number of seconds from 0.05 up is meant")
+    return value
+
+
 def _commas(text: str) -> list[str]:
     """A comma-separated list in which `,,` stands for a comma."""
     return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
@@ -162,13 +174,26 @@ def _add_size_and_restarts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
+def add_meeting(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("how nodes find each other")
-    _add(group, "rdzv-backend", default="static", metavar="NAME", help="static or c10d (default static)")
-    _add(group, "rdzv-endpoint", default="", metavar="HOST[:PORT]", help="where the nodes meet")
+    _add(group, "rdzv-backend", default="static", metavar="NAME", help="static, c10d or etcd (default static)")
+    _add(
+        group,
+        "rdzv-endpoint",
+        default="",
+        metavar="HOST[:PORT]",
+        help="where the nodes meet: one of them with c10d (port 29400), or etcd's members, separated by commas (2379)",
+    )
     _add(group, "rdzv-id", default="none", metavar="ID", help="the job's id (default: a random one on a single node)")
-    _add(group, "rdzv-conf", default="", metavar="K=V,...", help="rendezvous settings")
-    _add(group, "standalone", flag=True, help="one node that needs none of these")
+    _add(
+        group,
+        "rdzv-conf",
+        default="",
+        metavar="K=V,...",
+        help="join_timeout (600 s), last_call_timeout (0 s), close_timeout (30 s), is_host; "
+        "etcd: user, cacert, ssl_cert, ssl_cert_key",
+    )
+    _add(group, "local-addr", default=None, metavar="HOST", help="address of this node (default: found by connecting)")
     _add(group, "node-rank", type=_at_least(0), default=0, metavar="N", help="this node's rank, with static")
     _add(group, "master-addr", default="127.0.0.1", metavar="HOST", help="address of rank 0's node, with static")
     _add(
@@ -177,9 +202,29 @@ def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1, 65535),
         default=None,
         metavar="PORT",
-        help="port there (default: any free one)",
+        help="port there (default: 29500 with several nodes, else any free one)",
     )
-    _add(group, "local-addr", default=None, metavar="HOST", help="address of this node")
+    return group
+
+
+def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
+    _add(add_meeting(parser), "standalone", flag=True, help="one node that needs none of these")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how nodes trust each other")
+    _add(
+        group,
+        "secret-file",
+        env=False,
+        default=None,
+        metavar="FILE",
+        help="the secret that the nodes share (default: $HOLDFAST_SECRET, else ~/.config/holdfast/secret)",
+    )
+    _add(group, "insecure", env=False, flag=True, help="let nodes in without a secret")
+    _add(group, "tls-cert", env=False, default=None, metavar="FILE", help="encrypt between nodes: certificate,")
+    _add(group, "tls-key", env=False, default=None, metavar="FILE", help="its key,")
+    _add(group, "tls-ca", env=False, default=None, metavar="FILE", help="and who must have signed the others'")
 
 
 def _add_program(parser: argparse.ArgumentParser) -> None:
@@ -254,8 +299,67 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "restart-policy",
         env=False,
         default="any-failed",
-        choices=["any-failed"],
-        help="restart all ranks if one fails (default any-failed)",
+        choices=["any-failed", "min-healthy"],
+        help="restart all ranks if one fails, or only when fewer than MIN nodes are healthy (default any-failed)",
+    )
+    _add(
+        group,
+        "restart-budget",
+        env=False,
+        default="all",
+        choices=["all", "failures"],
+        help="what --max-restarts counts: also nodes that join, leave or die, or failures of ranks alone (default all)",
+    )
+    _add(
+        group,
+        "restart-refill",
+        env=False,
+        type=_at_least(1),
+        default=None,
+        metavar="STEPS",
+        help="give one restart back after so many good steps",
+    )
+    _add(
+        group,
+        "spares",
+        env=False,
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="hold N nodes back as hot spares; nodes beyond MAX always are",
+    )
+    _add(
+        group,
+        "rank-assignment",
+        env=False,
+        default="infrastructure",
+        choices=["infrastructure", "deterministic"],
+        help="node ranks by SLURM_PROCID, GROUP_RANK or arrival, or kept from the last world (default infrastructure)",
+    )
+    _add(
+        group,
+        "node-timeout",
+        env=False,
+        type=_seconds,
+        default=3.0,
+        metavar="S",
+        help="a node that is silent for so long is lost (default 3)",
+    )
+    _add(
+        group,
+        "ft-restart-policy",
+        env=False,
+        default=None,
+        choices=["any-failed", "min-healthy"],
+        help="as --restart-policy",
+    )
+    _add(
+        group,
+        "ft-use-infra-group-rank",
+        env=False,
+        default=None,
+        metavar="BOOL",
+        help="True: --rank-assignment=infrastructure, False: deterministic",
     )
     _add(
         group,

@@ -6,9 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import sys
-import uuid
 from argparse import Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -19,20 +17,10 @@ from holdfast.agent.agent import Agent
 from holdfast.agent.logs import LogFilters, parse_std
 from holdfast.agent.options import Options
 from holdfast.agent.preflight import Refused
-from holdfast.cli import flags
+from holdfast.cli import cluster, flags
+from holdfast.cli.usage import Usage, nearest, one_of
 from holdfast.observe.torchelastic import HANDLERS
 from holdfast.wire.messages import Command, Module, Program, Script, portable
-
-# What torch's rendezvous backends understand (2.13).
-RDZV_KEYS = (
-    *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval"),
-    *("keep_alive_max_attempt", "store_type", "read_timeout", "is_host", "timeout", "rank"),
-    *("protocol", "cacert", "ssl_cert", "ssl_cert_key", "min_workers", "max_workers"),
-)
-
-
-class Usage(Exception):
-    """A flag that cannot be meant; exit code 2."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,23 +49,20 @@ def read(args: Namespace) -> Options:
     """Check every flag that can be checked without torch, and say what is wrong in one line."""
     if not _has_directory():
         raise Usage("the current directory has been removed; change to one that exists")
-    smallest, largest = _nodes(args.nnodes)
-    if smallest > 1:
-        raise Usage(f"--nnodes={args.nnodes}: this version runs on one node; use --nnodes=1 or --standalone")
-    _rendezvous(args)
-    single = args.standalone or (largest == 1 and not args.rdzv_endpoint)
+    cluster.check(args)
+    settings = cluster.settings(args)
     return Options(
         program=_program(args),
         nproc=_nproc(args.nproc_per_node),
-        max_restarts=args.max_restarts,
-        run_id=str(uuid.uuid4()) if args.standalone or (single and args.rdzv_id == "none") else args.rdzv_id,
+        settings=settings,
+        cluster=None if settings.alone else cluster.read(args),
         role=args.role,
         shutdown_timeout_s=_shutdown_timeout(args.shutdown_timeout),
         signals=_signals(args.signals_to_handle),
         retry_same_error=args.retry_same_error,
         exit_code_from_cause=args.exit_code_from_cause,
-        master_addr=_unbracketed(args.local_addr or args.master_addr),
-        master_port=0 if args.standalone else args.master_port or 0,
+        master_addr=cluster.unbracketed(args.local_addr or args.master_addr),
+        master_port=args.master_port or 0 if settings.alone and not args.standalone else 0,
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=args.numa_binding,
         log_dir=args.log_dir,
@@ -87,7 +72,7 @@ def read(args: Namespace) -> Options:
         filters=LogFilters(_filters(args.duplicate_stdout_filters), _filters(args.duplicate_stderr_filters)),
         prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_plugin=args.logs_specs,
-        event_handler=_one_of("--event-log-handler", args.event_log_handler, HANDLERS),
+        event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
     )
 
 
@@ -105,20 +90,9 @@ def notes(args: Namespace) -> list[str]:
         said.append("--monitor-interval has no effect: ranks are watched, not polled")
     if "start_method" in args.given:
         said.append("--start-method has no effect: ranks are forked from a process that has torch loaded")
-    if _nodes(args.nnodes)[1] > 1:
-        said.append(f"--nnodes={args.nnodes}: this version starts on this node alone; others cannot join yet")
     if args.event_log_handler == "dynamic_rendezvous":
         said.append("--event-log-handler=dynamic_rendezvous has no effect: there is no such rendezvous here")
-    if args.standalone:
-        said += [f"{flag} is not used with --standalone" for flag in _given(args, "rdzv_id", "master_port")]
-    if given := _given(args, "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"):
-        verb = "have" if len(given) > 1 else "has"
-        said.append(f"{', '.join(given)} {verb} no effect on a single node")
-    return said
-
-
-def _given(args: Namespace, *names: str) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name in names if name in args.given]
+    return said + cluster.notes(args)
 
 
 def _program(args: Namespace) -> Program:
@@ -170,16 +144,6 @@ def _near_file(path: str) -> str:
     return f"did you mean {os.path.join(folder, near[0])}?" if near else ""
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    try:
-        numbers = [int(part) for part in text.split(":")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or not 0 < numbers[0] <= numbers[-1]:
-        raise Usage(f"--nnodes={text}: a number or MIN:MAX with 0 < MIN <= MAX is meant, for example 2 or 2:4")
-    return numbers[0], numbers[-1]
-
-
 def _nproc(text: str) -> int | str:
     try:
         count = int(text)
@@ -190,37 +154,6 @@ def _nproc(text: str) -> int | str:
     if count < 1:
         raise Usage(f"--nproc-per-node={text}: at least 1 is meant")
     return count
-
-
-def _rendezvous(args: Namespace) -> None:
-    _one_of("--rdzv-backend", args.rdzv_backend, ("static", "c10d", "etcd", "etcd-v2"))
-    for pair in filter(None, args.rdzv_conf.split(",")):
-        key, equals, _ = pair.partition("=")
-        if not equals:
-            raise Usage(f"--rdzv-conf: {pair!r} is not of the form key=value")
-        _one_of("--rdzv-conf", key.strip(), RDZV_KEYS)
-    if not args.standalone and args.rdzv_endpoint:
-        host, _, port = (
-            args.rdzv_endpoint.rpartition(":") if ":" in args.rdzv_endpoint else (args.rdzv_endpoint, "", "")
-        )
-        if port and not port.isdigit():
-            raise Usage(f"--rdzv-endpoint={args.rdzv_endpoint}: HOST or HOST:PORT is meant")
-        _resolve("--rdzv-endpoint", _unbracketed(host))
-    for flag, host in (("--local-addr", args.local_addr), ("--master-addr", args.master_addr)):
-        if host:
-            _resolve(flag, _unbracketed(host))
-
-
-def _resolve(flag: str, host: str) -> None:
-    try:
-        socket.getaddrinfo(host, None)
-    except (socket.gaierror, UnicodeError) as failure:
-        reason = failure.strerror if isinstance(failure, socket.gaierror) else "not a host name"
-        raise Refused(f"{flag}: cannot resolve the host name {host!r}: {reason}; check its spelling and DNS") from None
-
-
-def _unbracketed(host: str) -> str:
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _shutdown_timeout(given: int | None) -> float:
@@ -238,7 +171,7 @@ def _signals(text: str) -> tuple[int, ...]:
     for name in filter(None, (part.strip() for part in text.split(","))):
         if name not in signal.Signals.__members__:
             raise Usage(
-                f"--signals-to-handle: there is no signal {name!r}{_nearest(name, list(signal.Signals.__members__))}"
+                f"--signals-to-handle: there is no signal {name!r}{nearest(name, list(signal.Signals.__members__))}"
             )
         if name in ("SIGKILL", "SIGSTOP"):
             raise Usage(f"--signals-to-handle: {name} cannot be handled by any program")
@@ -264,17 +197,6 @@ def _local_ranks(text: str) -> frozenset[int] | None:
 
 def _filters(items: list[str] | str) -> tuple[str, ...]:
     return tuple(item for item in items if item)
-
-
-def _one_of(flag: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise Usage(f"{flag}: {value!r} is not known{_nearest(value, known)}; known are {', '.join(known)}")
-    return value
-
-
-def _nearest(value: str, known: Sequence[str]) -> str:
-    near = get_close_matches(value, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _complain(message: str, code: int) -> int:

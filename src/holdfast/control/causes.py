@@ -22,6 +22,7 @@ class Kind(StrEnum):
     LOST_NODE = "lost-node"
     PREEMPTED = "preempted"  # the job itself was told to stop
     LAUNCHER = "launcher"  # a helper process of ours was killed
+    MEMBERSHIP = "membership"  # a node joined; nothing failed
 
 
 # With --exit-code-from-cause. The block 81-88 is free of shells' codes (126 and up) and of sysexits' (64 to 78).
@@ -34,6 +35,7 @@ EXIT_CODES = {
     Kind.LOST_NODE: 86,
     Kind.PREEMPTED: 87,
     Kind.LAUNCHER: 88,
+    Kind.MEMBERSHIP: 86,  # as a lost node: the job wanted another size
 }
 
 
@@ -84,22 +86,56 @@ class RankExit(msgspec.Struct, frozen=True):
         """A rank that ends because it was told to is no failure."""
         return self.status != 0 and not self.stopped
 
+    def cause(self) -> Cause:
+        return Cause(
+            kind=self.kind,
+            headline=self.headline,
+            failed_at_s=self.failed_at_s,
+            rank=self.rank,
+            pid=self.pid,
+            status=self.status,
+            raised=self.raised is not None,
+            where=self.raised.where if self.raised is not None else "",
+            traceback=self.raised.traceback if self.raised is not None else "",
+            stderr_tail=self.stderr_tail,
+        )
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One thing that may have ended a world: a rank's failure, a node's loss, a helper's end."""
+
+    kind: Kind
+    headline: str
+    failed_at_s: float
+    rank: int | None = None
+    node: str = ""  # the node's name for people, where there are several
+    pid: int | None = None
+    status: int | None = None
+    raised: bool = False  # an exception, rather than an exit code or a signal
+    where: str = ""  # file and line of the exception
+    traceback: str = ""
+    stderr_tail: tuple[str, ...] = ()
+
 
 class Blame(msgspec.Struct, frozen=True):
-    """The first cause of a world's end, and the ranks that only felt it."""
+    """The first cause of a world's end, and those that only followed."""
 
-    first: RankExit
-    followers: tuple[RankExit, ...]
+    first: Cause
+    followers: tuple[Cause, ...]
 
 
-def blame(exits: Sequence[RankExit]) -> Blame:
+def blame(causes: Sequence[Cause]) -> Blame:
     """A rank whose collective broke is seldom the cause, however early it says so: its peer's death came first, and the
     peer may still be printing its traceback. So backend errors stand behind all others; among equals, time decides."""
-    failures = [exit for exit in exits if exit.is_failure]
-    if not failures:
-        raise ValueError("no rank failed")
-    first = min(failures, key=lambda exit: (exit.kind is Kind.BACKEND, exit.failed_at_s, exit.rank))
-    return Blame(first, tuple(sorted((e for e in failures if e is not first), key=lambda e: (e.failed_at_s, e.rank))))
+    if not causes:
+        raise ValueError("nothing failed")
+    first = min(causes, key=lambda cause: (cause.kind is Kind.BACKEND, cause.failed_at_s, _order(cause)))
+    rest = [cause for cause in causes if cause is not first]
+    return Blame(first, tuple(sorted(rest, key=lambda cause: (cause.failed_at_s, _order(cause)))))
+
+
+def _order(cause: Cause) -> tuple[int, str]:
+    return (cause.rank if cause.rank is not None else -1, cause.node)
 
 
 def signal_name(number: int) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.control.causes import Kind, RankExit
+from holdfast.control.causes import Blame, Kind
 
 
 class Follower(msgspec.Struct, frozen=True):
-    """A rank that failed because another one had."""
+    """What failed because something else had."""
 
-    rank: int
+    rank: int | None
     headline: str
+    node: str = ""
 
 
 class Incident(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class Incident(msgspec.Struct, frozen=True):
     action: str  # what was decided, and why
     restarted: bool
     rank: int | None = None
+    node: str = ""  # where there are several
     pid: int | None = None
     status: int | None = None
     steps: int | None = None  # that any rank had done in this world; None where that cannot be seen
@@ -41,7 +43,9 @@ class Incident(msgspec.Struct, frozen=True):
 
     @property
     def what(self) -> str:
-        return self.headline if self.rank is None else f"rank {self.rank}: {self.headline}"
+        if self.rank is None:
+            return self.headline
+        return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.headline}"
 
     def phases_s(self) -> dict[str, float]:
         """Where the time went. The phases that have ended, in order; they add up to `lost_s`."""
@@ -65,8 +69,13 @@ class Incident(msgspec.Struct, frozen=True):
         return sum(self.phases_s().values())
 
 
-def of_rank(number: int, generation: int, first: RankExit, followers: tuple[RankExit, ...]) -> Incident:
-    """The incident that a rank caused, before anything was decided."""
+# More followers than anybody reads; a node's death can have thousands.
+MAX_FOLLOWERS = 16
+
+
+def of(number: int, generation: int, blamed: Blame) -> Incident:
+    """The incident that something caused, before anything was decided."""
+    first = blamed.first
     return Incident(
         number=number,
         generation=generation,
@@ -75,10 +84,11 @@ def of_rank(number: int, generation: int, first: RankExit, followers: tuple[Rank
         action="",
         restarted=False,
         rank=first.rank,
+        node=first.node,
         pid=first.pid,
         status=first.status,
-        traceback=first.raised.traceback if first.raised else "",
+        traceback=first.traceback,
         stderr_tail=first.stderr_tail,
-        followers=tuple(Follower(exit.rank, exit.headline) for exit in followers),
+        followers=tuple(Follower(c.rank, c.headline, c.node) for c in blamed.followers[:MAX_FOLLOWERS]),
         failed_at_s=first.failed_at_s,
     )

@@ -31,14 +31,15 @@ class History(msgspec.Struct, frozen=True):
     """What was spent so far, and what the last failures had in common."""
 
     limit: int
-    spent: int = 0
+    spent: int = 0  # the job's restart count: it only grows
+    refilled: int = 0  # of these, given back for good steps
     early_in_a_row: int = 0
     same_error: str = ""
     same_error_in_a_row: int = 0
 
     @property
     def left(self) -> int:
-        return self.limit - self.spent
+        return self.limit - self.spent + self.refilled
 
     def seen(self, failure: Failure) -> History:
         """The history with this failure in it. What a restart costs is charged by whoever restarts."""
@@ -54,6 +55,10 @@ class History(msgspec.Struct, frozen=True):
 
     def charged(self) -> History:
         return msgspec.structs.replace(self, spent=self.spent + 1)
+
+    def refunded(self) -> History:
+        """One restart given back; never more than were spent."""
+        return msgspec.structs.replace(self, refilled=min(self.spent, self.refilled + 1))
 
 
 class Restart(msgspec.Struct, frozen=True):
@@ -73,7 +78,8 @@ def decide(history: History, failure: Failure) -> Restart | GiveUp:
     if history.left <= 0:
         why = f"all {history.limit} are used" if history.limit else "--max-restarts is 0"
         return GiveUp(f"no restart: {why}")
-    return Restart(f"restart {history.spent + 1} of {history.limit}", after_s=backoff_s(history.early_in_a_row))
+    given = f" (and {history.refilled} given back)" if history.refilled else ""
+    return Restart(f"restart {history.spent + 1} of {history.limit}{given}", after_s=backoff_s(history.early_in_a_row))
 
 
 def decide_unless_same_error(history: History, failure: Failure) -> Restart | GiveUp:

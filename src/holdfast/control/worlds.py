@@ -22,6 +22,8 @@ class World(msgspec.Struct, frozen=True):
     world_size: int = 0  # 0: this node is the whole world
     group_rank: int = 0
     group_size: int = 1
+    role_first_rank: int = 0
+    role_size: int = 0  # 0: this node is all of its role
 
     @property
     def size(self) -> int:
@@ -35,12 +37,12 @@ def worker_env(world: World, local_rank: int, inherited: Mapping[str, str]) -> d
         "LOCAL_RANK": str(local_rank),
         "RANK": str(rank),
         "GROUP_RANK": str(world.group_rank),
-        "ROLE_RANK": str(rank),
+        "ROLE_RANK": str(world.role_first_rank + local_rank),
         "ROLE_NAME": world.role,
         "LOCAL_WORLD_SIZE": str(world.local_size),
         "WORLD_SIZE": str(world.size),
         "GROUP_WORLD_SIZE": str(world.group_size),
-        "ROLE_WORLD_SIZE": str(world.size),
+        "ROLE_WORLD_SIZE": str(world.role_size or world.local_size),
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),

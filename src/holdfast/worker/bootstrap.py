@@ -20,6 +20,8 @@ from holdfast.wire import messages
 from holdfast.worker import errors, programs
 from holdfast.worker.beacon import Beacon
 
+EXIT_LOST_NODE = 86  # as `control.causes` has it, which a rank does not import
+
 
 def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     """Become the rank that `request` describes, run its program, and exit as Python would."""
@@ -80,6 +82,8 @@ class Reporter:
             self._step_done = lambda: 0  # a child of this rank that steps an optimizer of its own is not this rank
 
         register_optimizer_step_post_hook(after_step)
+        if beacon.has_lease:
+            _keep_to_lease(beacon)
         os.register_at_fork(after_in_child=forget)
 
     def raised(self, failure: BaseException) -> None:
@@ -110,6 +114,23 @@ class Reporter:
         with contextlib.suppress(OSError):
             if _identity(self._fd) == self._socket:
                 os.write(self._fd, msgspec.msgpack.encode(report))
+
+
+def _keep_to_lease(beacon: Beacon) -> None:
+    """Take no step after the lease: this node may have been cut off, and a world without it be training by now. The
+    agent would have ended this rank long before, unless it is stopped itself."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    rank = os.getpid()
+
+    def before_step(*_: Any) -> None:
+        if beacon.lease_is_over and os.getpid() == rank:
+            print(
+                "holdfast: this node was cut off from the job for too long; the rank ends", file=sys.stderr, flush=True
+            )
+            os._exit(EXIT_LOST_NODE)
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -1,0 +1,811 @@
+"""The coordinator of a job, as a state machine: what nodes say goes in, what they are told comes out.
+
+One place decides membership, so that there is one order of worlds and one restart count. It stops a world before it
+starts the next, writes down what it decided before anybody hears of it, and never waits for a node for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.control import incidents, protocol
+from holdfast.control.causes import Cause, Kind, blame, signal_name
+from holdfast.control.incidents import Incident
+from holdfast.control.membership import (
+    BEATS,
+    Budget,
+    Member,
+    Policy,
+    Record,
+    Seat,
+    Settings,
+    choose,
+    seat,
+    shares,
+    target,
+)
+from holdfast.control.quarantine import Quarantine
+from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart, decide_unless_same_error
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+# The cause of a world's end where the one who knew it is gone.
+STOPPED_BEFORE = "the coordinator before this one had it stopped"
+ENDED_BEFORE = "the job ended while this node was cut off from it"
+
+
+class Phase(StrEnum):
+    GATHERING = "gathering"  # there is no world: nodes are waited for
+    RUNNING = "running"
+    STOPPING = "stopping"
+    WAITING = "waiting"  # before a restart that backs off
+    OVER = "over"
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+class From(msgspec.Struct, frozen=True):
+    node: str
+    message: protocol.ToCoordinator
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """A node's connection closed."""
+
+    node: str
+
+
+class TimerFired(msgspec.Struct, frozen=True):
+    name: str
+    key: int
+
+
+Event = From | Gone | TimerFired
+
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+
+class Write(msgspec.Struct, frozen=True):
+    """Put the record into the ledger. Nothing after it may be done before it is there."""
+
+    record: Record
+
+
+class Send(msgspec.Struct, frozen=True):
+    node: str
+    message: protocol.ToAgent
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """Close a node's connection."""
+
+    node: str
+
+
+class Timer(msgspec.Struct, frozen=True):
+    name: str
+    key: int
+    after_s: float
+
+
+class StepDown(msgspec.Struct, frozen=True):
+    """There is a newer coordinator: do nothing more."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The job is over, and everybody has been told."""
+
+
+Action = Write | Send | Drop | Timer | StepDown | End
+
+
+class Coordinator:
+    """Changed by `handle` alone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        term: int,
+        record: Record | None,
+        node: str = "",
+        decide: Decide = decide_unless_same_error,
+    ) -> None:
+        self.settings = settings
+        self.node = node
+        self.term = term
+        self.decide = decide
+        self.phase = Phase.GATHERING
+        self.members: dict[str, Member] = {}
+        self.generation = record.generation if record else -1
+        self.history = record.history if record and not record.over else History(settings.max_restarts)
+        self.incidents = record.incidents if record else 0
+        self.steps = record.steps if record else 0  # in worlds that have ended
+        self.arrivals = record.arrivals if record else 0
+        self.quarantine = Quarantine()
+        self.record = record
+        self.incident: Incident | None = None  # the open one
+        self.over: protocol.Over | None = None
+        self.since, self.former = term, None
+        if record is not None:
+            self.since, self.former = (term, record.over) if record.over else (record.since, record.former)
+        self.epoch = 0  # of the phase, so that an old timer is known as such
+        self.seats: dict[str, Seat] = {}
+        self.up: set[str] = set()  # nodes of the world that may have live ranks
+        self.absent: set[str] = set()  # nodes of the world that this coordinator has not met yet
+        self.unstarted: set[str] = set()
+        self.unstepped: set[str] = set()
+        self.undone: set[str] = set()  # neither done nor failed
+        self.done: set[str] = set()
+        self.unconfirmed: set[str] = set()  # nodes of the last world that have not said that their ranks are gone
+        self.heard_s = 0.0  # when one of its lost nodes was last heard of
+        self.world_steps = 0
+        self.steps_known = False  # there are beacons to tell
+        self.steps_seen = False
+        self.refill_mark = 0
+        self.launched_at_s = 0.0
+        self.broken_at_s = 0.0
+        self.causes: list[Cause] = []
+        self.joining = ""  # why a world that nothing is wrong with is being stopped
+        self.first_call_over = False
+        self.inherited = False  # the world was formed by an earlier coordinator
+        self.remembered = False  # a node has known a coordinator of this job before
+        self.missing: list[str] = []  # names of nodes that were lost since the last world
+
+    def begin(self, now_s: float) -> list[Action]:
+        """Take up the job, where the record left it."""
+        record = self.record
+        actions: list[Action] = [] if self.settings.alone else [Timer("tick", 0, self.settings.beat_s)]
+        if record is None:
+            return [*actions, Write(self._record(now_s)), *self._gather(now_s)]
+        if record.over is not None:
+            # Another job, under the same name. Whoever missed the end of the last one is told when it comes.
+            return [*actions, Write(self._record(now_s)), *self._gather(now_s)]
+        self.quarantine.restore(record.quarantine, now_s)
+        self.first_call_over = record.generation >= 0
+        if record.incident is not None:
+            self.incident = protocol.shifted(record.incident, now_s)
+        if record.settled or not record.seats:
+            self._seat(record.seats, now_s)
+            self.up = set()
+            self.unconfirmed, self.heard_s = set() if record.confirmed else set(self.seats), now_s
+            return [*actions, Write(self._record(now_s)), *self._gather(now_s)]
+        # A world that may well be running: its nodes get the time to say so.
+        self._seat(record.seats, now_s)
+        self.absent = set(self.seats)
+        self.steps_seen = self.inherited = True
+        self.heard_s = now_s
+        self._enter(Phase.RUNNING)
+        actions += [Write(self._record(now_s)), Timer("return", self.epoch, self.settings.return_s)]
+        if record.node in self.seats and not self.settings.elected:
+            # We have the address that our predecessor served, so its process is gone, and its ranks with it.
+            self.unconfirmed.discard(record.node)
+            host = self.seats[record.node].host
+            actions += self._lose(now_s, record.node, host, f"node {host} was restarted")
+        return self._write_ahead(now_s, actions)
+
+    def handle(self, now_s: float, event: Event) -> list[Action]:
+        if self.phase is Phase.OVER:
+            return self._after_the_end(event)
+        match event:
+            case From(node=node, message=message):
+                return self._write_ahead(now_s, self._from(now_s, node, message))
+            case Gone(node=node):
+                return self._write_ahead(now_s, self._gone(now_s, node, "its connection closed"))
+            case TimerFired():
+                return self._write_ahead(now_s, self._timer_fired(now_s, event))
+        return []
+
+    def _write_ahead(self, now_s: float, actions: list[Action]) -> list[Action]:
+        """What one event led to is written once, as it stands in the end, before anybody hears of any of it."""
+        if not any(isinstance(action, Write) for action in actions):
+            return actions
+        return [Write(self._record(now_s)), *(action for action in actions if not isinstance(action, Write))]
+
+    def _from(self, now_s: float, node: str, message: protocol.ToCoordinator) -> list[Action]:
+        if isinstance(message, protocol.Hello):
+            return self._hello(now_s, node, message)
+        if isinstance(message, protocol.Look):
+            return self._look(now_s, node, message)
+        member = self.members.get(node)
+        if member is None:
+            return []
+        member.missed, member.heard_s = 0, now_s
+        match message:
+            case protocol.Beat():
+                return [Send(node, protocol.Heard(message.now_s)), *self._progress(message)]
+            case protocol.Started(generation=generation) if generation == self.generation:
+                self.unstarted.discard(node)
+                if not self.unstarted and self.incident is not None and self.incident.started_at_s is None:
+                    self.incident = _with(self.incident, started_at_s=now_s)
+            case protocol.Stepped(generation=generation) if generation == self.generation:
+                return self._stepped(now_s, node, message.at_s + now_s - message.now_s)
+            case protocol.Failing(generation=generation, why=why) if self._in_world(node, generation):
+                return self._node_failed(now_s, node, why)
+            case protocol.Down():
+                return self._down(now_s, node, member, message)
+            case protocol.Done(generation=generation) if self._in_world(node, generation):
+                return self._done(now_s, node, message)
+            case protocol.Ready(store_port=store_port):
+                member.ready, member.store_port = True, store_port
+                return self._consider(now_s)
+            case protocol.Leaving(signum=signum):
+                return self._leaving(now_s, node, member, signum)
+        return []
+
+    # -- nodes come ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, now_s: float, node: str, hello: protocol.Hello) -> list[Action]:
+        if hello.version != protocol.VERSION:
+            ours = f"this job speaks version {protocol.VERSION} of the protocol, {hello.host} version {hello.version}"
+            return [Send(node, protocol.Refused(f"{ours}; install the same holdfast everywhere"))]
+        if 0 <= hello.term < self.since:
+            return [Send(node, self.former or protocol.Over(Kind.LOST_NODE, ENDED_BEFORE))]
+        if hello.term > self.term and self.settings.elected:
+            return [StepDown()]
+        if reason := self._seat_taken(node, hello):
+            return [Send(node, protocol.Refused(reason))]
+        actions: list[Action] = []
+        if hello.term > self.term or hello.generation > self.generation or hello.restarts > self.history.spent:
+            # The ledger was lost. What nodes remember is the next best thing.
+            self.term = max(self.term, hello.term + 1)
+            self.generation = max(self.generation, hello.generation)
+            self.history = _with(self.history, spent=max(self.history.spent, hello.restarts))
+            self.first_call_over = self.first_call_over or hello.generation >= 0
+            actions.append(Write(self._record(now_s)))
+        self.remembered = self.remembered or hello.term >= 0
+        known = self.members.get(node)
+        arrival = hello.arrival if hello.arrival >= 0 else known.arrival if known else self.arrivals
+        self.arrivals = max(self.arrivals, arrival + 1)
+        member = self.members[node] = Member(hello, arrival, now_s)
+        actions.append(Send(node, protocol.Welcome(self.term, arrival, hello.now_s)))
+        if self.incident is not None:
+            actions.append(Send(node, protocol.Opened(self.incident, now_s)))  # it may have missed it
+        actions += self._note_settings(node, hello)
+        actions += self._take_up(now_s, node, member)
+        return actions + self._consider(now_s, node)
+
+    def _seat_taken(self, node: str, hello: protocol.Hello) -> str:
+        if not self.settings.static:
+            return ""
+        if hello.order is None or hello.order >= self.settings.max_nodes:
+            return f"--node-rank {hello.order} is not below --nnodes {self.settings.max_nodes}"
+        for other in self.members.values():
+            if other.hello.order == hello.order and other.hello.node != node and other.leaving is None:
+                return f"--node-rank {hello.order} is taken by {other.hello.host}; give each node its own"
+        return ""
+
+    def _note_settings(self, node: str, hello: protocol.Hello) -> list[Action]:
+        ours = next(iter(self.members.values())).hello
+        if hello.settings == ours.settings:
+            return []
+        text = (
+            f"{hello.host} was started with {hello.settings}, but {ours.host} with {ours.settings}; the job runs with"
+        )
+        return self._broadcast(protocol.Note(f"{text} the coordinator's"))
+
+    def _take_up(self, now_s: float, node: str, member: Member) -> list[Action]:
+        """What a node that comes, or comes back, has of this world or of an older one."""
+        hello = member.hello
+        if hello.running >= 0 and (hello.running != self.generation or node not in self.seats):
+            member.busy = True
+            return [Send(node, protocol.Stop(hello.running, f"generation {hello.running} is over"))]
+        if node not in self.seats:
+            return []
+        self.absent.discard(node)
+        if hello.generation < self.generation and self.phase is Phase.RUNNING and node in self.up:
+            return [Send(node, self._launch_of(node))]  # it was lost on the way
+        if hello.running < 0:
+            if hello.generation < self.generation:
+                # It never had the world, and may not get it any more: as good as having stopped it.
+                self.unconfirmed.discard(node)
+                self.up.discard(node)
+                return self._settle_if_down(now_s)
+            self.unconfirmed.discard(node)  # how its ranks ended follows
+            return []
+        if self.phase is Phase.RUNNING and node in self.up:
+            return []
+        member.busy = True
+        return [Send(node, protocol.Stop(self.generation, "the world has broken"))]
+
+    # -- nodes go -----------------------------------------------------------------------------------------------------
+
+    def _tick(self, now_s: float) -> list[Action]:
+        """Beats are counted, not timed: after a pause of our own, every node gets the chance to be heard again."""
+        actions: list[Action] = [Timer("tick", 0, self.settings.beat_s)]
+        silent = []
+        for node, member in self.members.items():
+            member.missed += 1
+            if member.missed > BEATS:
+                silent.append(node)
+        for node in silent:
+            actions += [Drop(node), *self._gone(now_s, node, f"silent for {self.settings.node_timeout_s:g} s")]
+        return actions
+
+    def _gone(self, now_s: float, node: str, how: str) -> list[Action]:
+        member = self.members.pop(node, None)
+        if member is None:
+            return []
+        host = member.hello.host
+        if node in self.up:
+            self.heard_s = max(self.heard_s, member.heard_s)
+            cause = "" if member.leaving is not None else f"node {host} is gone: {how}"
+            return self._lose(now_s, node, host, cause)
+        if node in self.seats and member.leaving is None and self.phase in (Phase.GATHERING, Phase.WAITING):
+            self.missing.append(host)
+        return self._consider(now_s)
+
+    def _lose(self, now_s: float, node: str, host: str, headline: str) -> list[Action]:
+        """A node of the world will not be heard of any more."""
+        self.up.discard(node)
+        self.absent.discard(node)
+        self.missing.append(host)
+        if headline:
+            self.causes.append(Cause(Kind.LOST_NODE, headline, now_s, node=host))
+        return self._node_failed(now_s, node, headline or f"node {host} has left")
+
+    def _leaving(self, now_s: float, node: str, member: Member, signum: int) -> list[Action]:
+        if member.leaving is not None:
+            return []
+        member.leaving = signum
+        if node not in self.up:
+            if self.settings.alone:
+                return self._finish(now_s, Kind.PREEMPTED, f"stopped by {signal_name(signum)}")
+            return self._consider(now_s)
+        headline = f"node {member.hello.host} leaves: it got {signal_name(signum)}"
+        self.causes.append(Cause(Kind.LOST_NODE, headline, now_s, node=member.hello.host))
+        return self._node_failed(now_s, node, f"node {member.hello.host} leaves")
+
+    # -- the world breaks ---------------------------------------------------------------------------------------------
+
+    def _node_failed(self, now_s: float, node: str, why: str) -> list[Action]:
+        """Something is wrong with the world at this node."""
+        if self.phase is Phase.STOPPING:
+            return self._settle_if_down(now_s)
+        if self.phase is not Phase.RUNNING:
+            return self._consider(now_s)
+        self.undone.discard(node)
+        healthy = len(self.undone & self.up) + len(self.done)
+        if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
+            return self._go_on_without(now_s, why, healthy)
+        return self._break(now_s, why)
+
+    def _go_on_without(self, now_s: float, why: str, healthy: int) -> list[Action]:
+        """With min-healthy the others are not stopped; the script has its own way to do without a node."""
+        if not self.undone and not self.up:
+            return self._succeed(now_s)
+        return self._broadcast(protocol.Note(f"{why}; {healthy} healthy nodes go on"))
+
+    def _break(self, now_s: float, why: str) -> list[Action]:
+        self.broken_at_s = now_s
+        self._enter(Phase.STOPPING)
+        stop = protocol.Stop(self.generation, why)
+        stops: list[Action] = [Send(node, stop) for node in self.seats if node in self.up and node in self.members]
+        if self.absent:
+            stops.append(Timer("return", self.epoch, self.settings.return_s))
+        return stops + self._settle_if_down(now_s)
+
+    def _down(self, now_s: float, node: str, member: Member, down: protocol.Down) -> list[Action]:
+        member.ready, member.fit, member.store_port, member.busy = down.ready, down.fit, down.store_port, False
+        if not self._in_world(node, down.generation) or node in self.done:
+            return self._consider(now_s)
+        self.unconfirmed.discard(node)
+        by_s = now_s - down.now_s
+        name = "" if self.settings.alone else member.hello.host
+        if node in self.up:
+            self.causes += [_with(protocol.shifted(cause, by_s), node=name) for cause in down.causes]
+            self.world_steps = max(self.world_steps, down.steps or 0)
+            self.steps_known = self.steps_known or down.steps is not None
+            self.steps_seen = self.steps_seen or bool(down.steps)
+            self.up.discard(node)
+        return self._node_failed(now_s, node, f"the ranks of {member.hello.host} have ended")
+
+    def _done(self, now_s: float, node: str, done: protocol.Done) -> list[Action]:
+        self.world_steps = max(self.world_steps, done.steps or 0)
+        self.unconfirmed.discard(node)
+        self.up.discard(node)
+        self.undone.discard(node)
+        self.done.add(node)
+        if self.phase is Phase.STOPPING:
+            return self._settle_if_down(now_s)
+        if self.phase is Phase.RUNNING and not self.undone and not self.up:
+            return self._succeed(now_s)
+        return []
+
+    def _succeed(self, now_s: float) -> list[Action]:
+        self.steps += self.world_steps
+        return self._finish(now_s, None)
+
+    def _settle_if_down(self, now_s: float) -> list[Action]:
+        if self.phase is not Phase.STOPPING or self.up:
+            return []
+        return self._settle(now_s)
+
+    def _settle(self, now_s: float) -> list[Action]:
+        """The world is down: name the cause, then restart or give up."""
+        self.steps += self.world_steps
+        leavers = [member for member in self.members.values() if member.leaving is not None]
+        if leavers and self._only_leavers:
+            reason = f"stopped by {signal_name(leavers[-1].leaving or 0)}"
+            return self._finish(now_s, Kind.PREEMPTED, reason)
+        actions = self._close_incident(now_s, self.causes[0].failed_at_s if self.causes else self.broken_at_s)
+        if not self.causes:
+            headline = self.joining or (STOPPED_BEFORE if self.inherited else "the world was stopped")
+            self.causes.append(Cause(Kind.MEMBERSHIP, headline, self.broken_at_s))
+        blamed = blame(self.causes)
+        opened = incidents.of(self.incidents + 1, self.generation, blamed)
+        return actions + self._answer(now_s, opened, blamed.first)
+
+    def _answer(self, now_s: float, opened: Incident, first: Cause) -> list[Action]:
+        """Decide what an incident leads to, and set it going."""
+        uptime_s = opened.failed_at_s - self.launched_at_s
+        steps = self.world_steps if self.steps_known else None
+        rank = opened.rank if opened.rank is not None else 0
+        failure = Failure(opened.kind, rank, opened.headline, first.where, first.raised, steps, uptime_s)
+        self.history = self.history.seen(failure)
+        charged = self._is_charged(first)
+        decision = self.decide(self.history, failure) if charged else Restart("restart that is not counted")
+        if self.settings.alone and (stuck := next((c for c in self.causes if c.kind is Kind.HANG), None)):
+            # There is no other node, and this one holds ranks that cannot be ended.
+            opened, decision = _with(opened, kind=Kind.HANG), GiveUp(stuck.headline)
+        self.incident = _with(
+            opened,
+            steps=steps,
+            uptime_s=uptime_s,
+            stopped_at_s=now_s,
+            action=decision.reason,
+            restarted=isinstance(decision, Restart),
+        )
+        self.incidents = opened.number
+        actions: list[Action] = [Write(self._record(now_s)), *self._broadcast(protocol.Opened(self.incident, now_s))]
+        if isinstance(decision, GiveUp):
+            return actions + self._finish(now_s, opened.kind, decision.reason)
+        if charged:
+            self.history = self.history.charged()
+        actions += self._judge(now_s, first)
+        if decision.after_s > 0:
+            self._enter(Phase.WAITING)
+            return [*actions, Timer("backoff", self.epoch, decision.after_s)]
+        return actions + self._gather(now_s)
+
+    def _is_charged(self, first: Cause) -> bool:
+        if first.kind is Kind.MEMBERSHIP and not self.steps_seen:
+            return False  # nodes of one start come one after the other; nothing was done that could be lost
+        if first.kind is Kind.MEMBERSHIP and self.history.left <= 0:
+            return False  # it was free when it began, and a step was done since; nobody's arrival ends a job
+        membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE)
+        return not (membership and self.settings.budget is Budget.FAILURES)
+
+    def _judge(self, now_s: float, first: Cause) -> list[Action]:
+        """Set a node aside that keeps failing, if the job can do without it."""
+        if not first.node or first.kind in (Kind.ERROR, Kind.MEMBERSHIP):
+            return []
+        others = sum(1 for m in self.members.values() if m.hello.host != first.node and m.fit and m.leaving is None)
+        if others < self.settings.min_nodes:
+            return []
+        why = self.quarantine.blame(first.node, first.headline, now_s)
+        if not why:
+            return []
+        text = f"{first.node} is set aside: {why}; holdfast nodes --lift {first.node} takes it back"
+        left_s = self.quarantine.left_s(first.node, now_s)
+        return [*self._broadcast(protocol.Note(text)), Timer("quarantine", 0, left_s)]
+
+    # -- the next world -----------------------------------------------------------------------------------------------
+
+    def _gather(self, now_s: float) -> list[Action]:
+        self._enter(Phase.GATHERING)
+        actions: list[Action] = []
+        if not self.settings.alone:
+            actions.append(Timer("join", self.epoch, self.settings.join_timeout_s))
+        return actions + self._consider(now_s)
+
+    def _consider(self, now_s: float, newcomer: str = "") -> list[Action]:
+        """Whether a world can be formed, or a running one be made larger."""
+        if self.phase is Phase.GATHERING:
+            return self._form_if_possible(now_s, newcomer)
+        if self.phase is Phase.RUNNING:
+            return self._grow_if_possible(now_s)
+        return []
+
+    def _available(self) -> tuple[bool, list[Member]]:
+        """Whether somebody is about to be available, and who is."""
+        returning = False
+        found: list[Member] = []
+        for node, member in self.members.items():
+            if self.quarantine.holds(member.hello.host):
+                continue
+            if member.available:
+                found.append(member)
+            elif member.returning and node in self.seats:
+                returning = True
+        return returning, found
+
+    def _form_if_possible(self, now_s: float, newcomer: str) -> list[Action]:
+        settings = self.settings
+        if len(self.members) < settings.min_nodes:
+            return self._tell_who_is_missing(newcomer, len(self.members))
+        if not self.first_call_over and settings.last_call_s > 0 and len(self.members) < settings.everyone:
+            return [Timer("last call", self.epoch, settings.last_call_s)] if newcomer else []
+        if not self.confirmed:
+            return self._wait_for_fence(now_s)
+        returning, available = self._available()
+        if returning:
+            return []
+        chosen = choose(settings, available, tuple(self.seats.values()))
+        if not chosen:
+            return self._tell_who_is_missing(newcomer, len(available))
+        return self._form(now_s, chosen)
+
+    def _wait_for_fence(self, now_s: float) -> list[Action]:
+        """Nobody of the last world could be asked to stop, so it may still run, cut off from here. Its ranks' leases
+        count from when their nodes were last heard of; a world without any of them has to wait until these are over."""
+        left_s = self._fence_left_s(now_s)
+        if left_s <= 0:
+            self.unconfirmed = set()
+            return self._consider(now_s)
+        text = f"no node of generation {self.generation} answers; it may still run, and ends by itself"
+        told = self._broadcast(protocol.Waiting(f"{text} within {left_s:.0f} s"))
+        return [*told, Timer("fence", self.epoch, left_s)]
+
+    def _fence_left_s(self, now_s: float) -> float:
+        # More than a lease, since a coordinator that was replaced may have prolonged it before it noticed.
+        return self.heard_s + self.settings.join_timeout_s + self.settings.return_s - now_s
+
+    def _form(self, now_s: float, chosen: list[Member]) -> list[Action]:
+        seats = seat(self.settings, chosen, tuple(self.seats.values()))
+        self.generation += 1
+        self._seat(seats, now_s)
+        self.first_call_over = True
+        self.missing = []
+        if self.incident is not None:
+            self.incident = _with(self.incident, launched_at_s=now_s)
+        self._enter(Phase.RUNNING)
+        launches: list[Action] = [
+            Send(place.node, protocol.Launch(world))
+            for place, world in zip(
+                seats, shares(self.settings, seats, self.generation, self.history.spent), strict=True
+            )
+        ]
+        return [Write(self._record(now_s)), *launches, *self._stand_by()]
+
+    def _seat(self, seats: tuple[Seat, ...], now_s: float) -> None:
+        self.seats = {place.node: place for place in seats}
+        self.up = set(self.seats)
+        self.absent = set()
+        self.unstarted, self.unstepped, self.undone = set(self.seats), set(self.seats), set(self.seats)
+        self.unconfirmed, self.done = set(self.seats), set()
+        self.heard_s = 0.0
+        self.world_steps = self.refill_mark = 0
+        self.steps_known = self.steps_seen = False
+        self.causes, self.joining, self.inherited = [], "", False
+        self.launched_at_s = now_s
+
+    def _launch_of(self, node: str) -> protocol.Launch:
+        seats = tuple(self.seats.values())
+        worlds = shares(self.settings, seats, self.generation, self.history.spent)
+        return protocol.Launch(worlds[self.seats[node].group_rank])
+
+    def _grow_if_possible(self, now_s: float) -> list[Action]:
+        settings = self.settings
+        waiting = len(self.members) > len(self.seats)
+        if not waiting or self.absent or settings.static or settings.policy is Policy.MIN_HEALTHY:
+            return self._stand_by() if waiting else []
+        if len(self.undone) < len(self.seats):
+            return self._stand_by()  # it is about to end
+        _, available = self._available()
+        chosen = choose(settings, available, tuple(self.seats.values()))
+        if len(chosen) <= len(self.seats) or target(settings, len(available)) <= len(self.seats):
+            return self._stand_by()
+        new = [member.hello.host for member in chosen if member.hello.node not in self.seats]
+        free = not self.steps_seen or settings.budget is Budget.FAILURES
+        if not free and self.history.left <= 0:
+            return self._stand_by("no restarts are left to take it in")
+        self.joining = f"node {', '.join(new[:3])}{' and others' if len(new) > 3 else ''} joined"
+        return self._break(now_s, self.joining)
+
+    def _stand_by(self, why: str = "") -> list[Action]:
+        """Tell those that are not in the world, once."""
+        actions: list[Action] = []
+        for node, member in self.members.items():
+            if node in self.seats or member.leaving is not None:
+                continue
+            held = self.quarantine.why(member.hello.host)
+            text = f"set aside: {held}" if held else f"standing by as a spare{f': {why}' if why else ''}"
+            if member.told != text:
+                member.told = text
+                actions.append(Send(node, protocol.Standby(text)))
+        return actions
+
+    def _tell_who_is_missing(self, newcomer: str, here: int) -> list[Action]:
+        settings = self.settings
+        if settings.alone:
+            return []
+        lacking = settings.min_nodes - here
+        if settings.static:
+            have = {member.hello.order for member in self.members.values()}
+            who = ", ".join(f"node rank {rank}" for rank in range(settings.min_nodes) if rank not in have)
+        else:
+            who = f"{lacking} more node{'s' if lacking != 1 else ''}"
+            if self.missing:
+                who += f" (lost: {', '.join(dict.fromkeys(self.missing[-8:]))})"
+        text = f"{here} of {settings.min_nodes} nodes are here; waiting at most {settings.join_timeout_s:g} s for {who}"
+        if newcomer:
+            return [Send(newcomer, protocol.Waiting(text))]
+        return self._broadcast(protocol.Waiting(text)) if self.missing else []
+
+    # -- the world runs -----------------------------------------------------------------------------------------------
+
+    def _progress(self, beat: protocol.Beat) -> list[Action]:
+        if beat.generation != self.generation or beat.steps <= self.world_steps or self.phase is not Phase.RUNNING:
+            return []
+        self.world_steps = beat.steps
+        self.steps_known = self.steps_seen = True
+        refill = self.settings.refill_steps
+        while refill and self.world_steps >= self.refill_mark + refill:
+            self.refill_mark += refill
+            if self.history.refilled < self.history.spent:
+                self.history = self.history.refunded()
+        return []
+
+    def _stepped(self, now_s: float, node: str, at_s: float) -> list[Action]:
+        self.steps_known = self.steps_seen = True
+        self.unstepped.discard(node)
+        if self.unstepped or self.incident is None or self.phase is not Phase.RUNNING:
+            return []
+        self.incident = _with(self.incident, recovered_at_s=max(at_s, self.incident.launched_at_s or at_s))
+        closed = self._close_incident(now_s)
+        return [Write(self._record(now_s)), *closed]  # a next coordinator must not close it again
+
+    def _close_incident(self, now_s: float, failed_again_at_s: float | None = None) -> list[Action]:
+        if self.incident is None:
+            return []
+        closed, self.incident = self.incident, None
+        if closed.started_at_s is not None and closed.recovered_at_s is None:
+            closed = _with(closed, failed_again_at_s=failed_again_at_s)
+        return self._broadcast(protocol.Closed(closed, now_s))
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _timer_fired(self, now_s: float, timer: TimerFired) -> list[Action]:
+        if timer.name == "tick":
+            return self._tick(now_s)
+        if timer.name == "quarantine":
+            self.quarantine.expire(now_s)
+            return self._consider(now_s)
+        if timer.key != self.epoch:
+            return []
+        match timer.name:
+            case "backoff":
+                return self._gather(now_s)
+            case "last call":
+                self.first_call_over = True
+                return self._consider(now_s)
+            case "fence":
+                return self._consider(now_s)
+            case "join":
+                return self._join_timed_out(now_s)
+            case "return":
+                return self._return_timed_out(now_s)
+        return []
+
+    def _return_timed_out(self, now_s: float) -> list[Action]:
+        """Nodes that a new coordinator has not met by now are lost. If nobody at all remembers the job, all of its
+        nodes were started anew, and it begins anew, but for its generations."""
+        actions: list[Action] = []
+        absent = [node for node in self.seats if node in self.absent]
+        if not self.remembered and len(absent) == len(self.up):
+            spent = self.history.spent  # the count only grows
+            self.history = History(self.settings.max_restarts, spent, refilled=spent)
+            self.up, self.absent, self.causes = set(), set(), []
+            return self._gather(now_s)
+        for node in absent:
+            host = self.seats[node].host
+            actions += self._lose(now_s, node, host, f"node {host} did not come back to a new coordinator")
+        return actions
+
+    def _join_timed_out(self, now_s: float) -> list[Action]:
+        settings = self.settings
+        _, available = self._available()
+        if not self.confirmed and len(available) >= settings.min_nodes and (left_s := self._fence_left_s(now_s)) > 0:
+            return [Timer("join", self.epoch, left_s + settings.node_timeout_s)]
+        if chosen := choose(settings, available, tuple(self.seats.values())):
+            return self._form(now_s, chosen)  # without those that were about to be available
+        wanted = f"{len(self.members)} of {settings.min_nodes} nodes came"
+        lost = f"; lost: {', '.join(dict.fromkeys(self.missing[-8:]))}" if self.missing else ""
+        reason = f"{wanted} within {settings.join_timeout_s:g} s{lost}; start the others, or lower --nnodes"
+        return self._finish(now_s, Kind.LOST_NODE, reason)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, now_s: float, kind: Kind | None, reason: str = "") -> list[Action]:
+        actions = self._close_incident(now_s)
+        self._enter(Phase.OVER)
+        self.over = protocol.Over(kind, reason, self.steps)
+        self.seats = {}
+        return [*actions, Write(self._record(now_s)), *self._broadcast(self.over), End()]
+
+    def _after_the_end(self, event: Event) -> list[Action]:
+        if isinstance(event, From) and isinstance(event.message, protocol.Hello) and self.over is not None:
+            return [Send(event.node, self.over)]
+        return []
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.epoch += 1
+
+    def _in_world(self, node: str, generation: int) -> bool:
+        return generation == self.generation and node in self.seats
+
+    @property
+    def confirmed(self) -> bool:
+        """The last world can do no more steps: too many of its nodes have said that their ranks are gone. One suffices,
+        unless it was one to do without some."""
+        if self.settings.policy is Policy.MIN_HEALTHY:
+            return len(self.unconfirmed) < self.settings.min_nodes
+        return not self.unconfirmed or len(self.unconfirmed) < len(self.seats)
+
+    @property
+    def _only_leavers(self) -> bool:
+        return all(member.leaving is not None for member in self.members.values())
+
+    def _record(self, now_s: float) -> Record:
+        return Record(
+            run_id=self.settings.run_id,
+            term=self.term,
+            generation=self.generation,
+            history=self.history,
+            node=self.node,
+            incidents=self.incidents,
+            steps=self.steps,
+            arrivals=self.arrivals,
+            seats=tuple(self.seats.values()),
+            settled=self.phase not in (Phase.RUNNING, Phase.STOPPING),
+            confirmed=self.confirmed,
+            incident=None if self.incident is None else protocol.shifted(self.incident, -now_s),
+            quarantine=self.quarantine.remaining(now_s),
+            over=self.over,
+            since=self.since,
+            former=self.former,
+        )
+
+    def _broadcast(self, message: protocol.ToAgent) -> list[Action]:
+        return [Send(node, message) for node in self.members]
+
+    def _look(self, now_s: float, visitor: str, look: protocol.Look) -> list[Action]:
+        lifted = bool(look.lift) and self.quarantine.lift(look.lift)
+        seen = tuple(
+            protocol.Seen(member.hello.host, member.hello.addr, member.hello.local_size, *self._state(node, member))
+            for node, member in itertools.islice(self.members.items(), protocol.MAX_NODES_SHOWN)
+        )
+        answer = protocol.Nodes(
+            run_id=self.settings.run_id,
+            term=self.term,
+            generation=self.generation,
+            restarts=self.history.spent,
+            max_restarts=self.history.limit,
+            phase=self.phase.value,
+            nodes=seen,
+            count=len(self.members),
+            lifted=lifted,
+        )
+        return [Send(visitor, answer), *(self._consider(now_s) if lifted else [])]
+
+    def _state(self, node: str, member: Member) -> tuple[str, str]:
+        if held := self.quarantine.why(member.hello.host):
+            return "set aside", held
+        if node in self.seats and self.phase in (Phase.RUNNING, Phase.STOPPING):
+            return f"node rank {self.seats[node].group_rank}", ""
+        if member.leaving is not None:
+            return "leaving", f"it got {signal_name(member.leaving)}"
+        return "spare" if member.available else "joining", ""
+
+
+def _with(value: S, **changes: object) -> S:
+    return msgspec.structs.replace(value, **changes)

@@ -1,0 +1,283 @@
+"""What agents and their coordinator tell each other: small values, each sent when something happened, none polled for.
+
+Times in a message are on its sender's monotonic clock, and `now_s` says what that clock showed when it was sent. Who
+receives it moves them to its own clock by the difference; no clock is ever compared with another machine's.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.control.causes import Cause, Kind
+from holdfast.control.incidents import Incident
+from holdfast.control.worlds import World
+
+VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all of them: immutable, told apart by its class name."""
+
+
+# -- agent to coordinator ---------------------------------------------------------------------------------------------
+
+
+class Seek(Message, frozen=True):
+    """The first word on every connection: which job is meant. Several may meet at one endpoint."""
+
+    run_id: str
+
+
+class Register(Message, frozen=True):
+    """The coordinator of another job asks the one that has the endpoint to send its nodes on to this port."""
+
+    run_id: str
+    port: int
+
+
+class Hello(Message, frozen=True):
+    """A node has a warm zygote and can take part. Said once per connection, again after each reconnection, with what it
+    knows of the past: a coordinator that has lost its ledger must not hand out a generation again."""
+
+    version: int
+    node: str  # one life of one agent
+    host: str
+    addr: str
+    local_size: int
+    store_port: int  # where it would keep the store, if it had group rank 0
+    role: str = "default"
+    order: int | None = None  # its place by the infrastructure: SLURM_PROCID, GROUP_RANK, or --node-rank
+    arrival: int = -1  # as a coordinator told it before
+    term: int = -1  # the newest coordinator's it has obeyed
+    generation: int = -1  # the newest it was told of
+    restarts: int = 0
+    running: int = -1  # the generation of which it has live ranks
+    ready: bool = True
+    settings: str = ""  # what must be the same on all nodes, for a warning where it is not
+    now_s: float = 0.0
+
+
+class Beat(Message, frozen=True):
+    """Alive. Of constant size."""
+
+    now_s: float
+    generation: int = -1
+    steps: int = -1
+
+
+class Started(Message, frozen=True):
+    """All ranks of this node have a process."""
+
+    generation: int
+
+
+class Stepped(Message, frozen=True):
+    """All ranks of this node have done their first step, the last of them at `at_s`."""
+
+    generation: int
+    at_s: float
+    now_s: float
+
+
+class Failing(Message, frozen=True):
+    """A rank of this node has failed, and its others are being stopped. The causes follow with `Down`."""
+
+    generation: int
+    why: str
+
+
+class Down(Message, frozen=True):
+    """No rank of the generation is left on this node."""
+
+    generation: int
+    now_s: float
+    causes: tuple[Cause, ...] = ()
+    steps: int | None = None
+    ready: bool = True
+    store_port: int = 0
+    fit: bool = True  # False: it holds processes that cannot be ended, and leaves the job
+
+
+class Done(Message, frozen=True):
+    """All ranks of this node ended with 0."""
+
+    generation: int
+    steps: int | None = None
+
+
+class Ready(Message, frozen=True):
+    """A zygote is there again."""
+
+    store_port: int
+
+
+class Leaving(Message, frozen=True):
+    """This node was told to stop, and will not come back."""
+
+    signum: int
+
+
+class Look(Message, frozen=True):
+    """Somebody wants to see the nodes; `lift` is the host, if any, whose quarantine is to end."""
+
+    lift: str = ""
+
+
+ToCoordinator = Seek | Register | Hello | Beat | Started | Stepped | Failing | Down | Done | Ready | Leaving | Look
+
+
+# -- coordinator to agent ---------------------------------------------------------------------------------------------
+
+
+class Here(Message, frozen=True):
+    """The coordinator of that job is at the other end."""
+
+
+class Elsewhere(Message, frozen=True):
+    """It is at another port of the same host."""
+
+    port: int
+
+
+class Nobody(Message, frozen=True):
+    """Nothing is known of that job here."""
+
+
+class Welcome(Message, frozen=True):
+    term: int
+    arrival: int
+    said_s: float = 0.0  # the `now_s` of the hello
+
+
+class Refused(Message, frozen=True):
+    """This node cannot take part, ever."""
+
+    reason: str
+
+
+class Heard(Message, frozen=True):
+    """The answer to a beat, with that beat's own time. A node's lease counts from there: an answer may lie in a buffer
+    for as long as a frozen machine sleeps, and says nothing of the time since."""
+
+    said_s: float
+
+
+class Launch(Message, frozen=True):
+    """A node's own share of a new world."""
+
+    world: World
+
+
+class Stop(Message, frozen=True):
+    """End the ranks of the generation and of any older one."""
+
+    generation: int
+    why: str
+
+
+class Standby(Message, frozen=True):
+    """This node is a spare."""
+
+    why: str
+
+
+class Waiting(Message, frozen=True):
+    """There is no world, and this is what is missing."""
+
+    why: str
+
+
+class Note(Message, frozen=True):
+    """Something that a person at this node should read."""
+
+    text: str
+
+
+class Opened(Message, frozen=True):
+    incident: Incident
+    now_s: float
+
+
+class Closed(Message, frozen=True):
+    incident: Incident
+    now_s: float
+
+
+class Over(Message, frozen=True):
+    """The job has ended; None is success."""
+
+    kind: Kind | None
+    reason: str = ""
+    steps: int = 0
+
+
+class Seen(Message, frozen=True):
+    """One node, for those who look."""
+
+    host: str
+    addr: str
+    ranks: int
+    state: str  # rank 0..3 | spare | joining | quarantined | lost
+    why: str = ""
+
+
+class Nodes(Message, frozen=True):
+    """The answer to `Look`."""
+
+    run_id: str
+    term: int
+    generation: int
+    restarts: int
+    max_restarts: int
+    phase: str
+    nodes: tuple[Seen, ...]  # at most MAX_NODES_SHOWN of them
+    count: int
+    lifted: bool = False
+
+
+ToAgent = (
+    Here | Elsewhere | Nobody | Welcome | Refused | Heard | Launch | Stop | Standby | Waiting | Note | Opened | Closed
+    | Over | Nodes
+)  # fmt: skip
+
+# What a cause may carry over the network, in bytes. A traceback is read from its end.
+MAX_TRACEBACK = 8_000
+MAX_LINE = 400
+MAX_CAUSES = 8
+MAX_NODES_SHOWN = 1_000
+
+T = TypeVar("T", Cause, Incident)
+
+
+def trimmed(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:
+    """The causes, small enough to send."""
+    return tuple(
+        msgspec.structs.replace(
+            cause,
+            headline=_start(cause.headline),
+            where=_start(cause.where),
+            traceback=_end(cause.traceback),
+            stderr_tail=tuple(_start(line) for line in cause.stderr_tail),
+        )
+        for cause in causes[:MAX_CAUSES]
+    )
+
+
+def _end(text: str) -> str:
+    return text[-MAX_TRACEBACK:].encode(errors="replace")[-MAX_TRACEBACK:].decode(errors="ignore")
+
+
+def _start(line: str) -> str:
+    return line[:MAX_LINE].encode(errors="replace")[:MAX_LINE].decode(errors="ignore")
+
+
+def shifted(value: T, by_s: float) -> T:
+    """The same on another clock."""
+    moved = {
+        name: at_s + by_s
+        for name in value.__struct_fields__
+        if name.endswith("_at_s") and (at_s := getattr(value, name)) is not None
+    }
+    return msgspec.structs.replace(value, **moved)

@@ -1,0 +1,1 @@
+"""Who coordinates a job of several nodes, and where the coordinator's record is kept."""

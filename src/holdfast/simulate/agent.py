@@ -1,0 +1,317 @@
+"""A simulated agent: the real `Node`, in a shell that finds its coordinator, or becomes it, and has simulated ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.control import node as machine
+from holdfast.control import protocol
+from holdfast.control.causes import RankExit
+from holdfast.simulate import invariants as seen
+from holdfast.simulate.ledgers import Leader
+from holdfast.simulate.network import Wire
+from holdfast.simulate.processes import Host, Process
+from holdfast.simulate.ranks import Group
+from holdfast.simulate.server import QUIET, Server
+from holdfast.wire.messages import Raised
+
+if TYPE_CHECKING:
+    from holdfast.simulate.simulation import Simulation
+
+FIRST_PAUSE_S = 0.02
+LAST_PAUSE_S = 1.0
+CONNECT_S = 3.0
+
+
+class Agent(Process):
+    def __init__(self, sim: Simulation, host: Host) -> None:
+        super().__init__(host)
+        host.agents += 1
+        host.agent = self
+        self.sim = sim
+        self.settings = sim.scenario.settings
+        self.node_id = f"{host.name}.{host.agents}"
+        self.may_write = True
+        self.finished: machine.Finish | None = None
+        self.server: Server | None = None
+        self.group: Group | None = None
+        self.groups: list[Group] = []
+        alone = self.settings.alone
+        self.lease_until_s = math.inf if alone else -math.inf
+        self.wire: Wire | None = None
+        self._calling: Wire | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._events: deque[machine.Event] = deque()
+        self._feeding = False
+        self._helpers = 0
+        self._campaigns = 0
+        self._looks = 0  # one at a time
+        self._leader: Leader | None = None  # whom etcd named last
+        self._store_port = 20000 + 100 * host.index + host.agents
+        scenario, kind = sim.scenario, sim.scenario.machines[host.index]
+        hello = protocol.Hello(
+            version=protocol.VERSION,
+            node=self.node_id,
+            host=host.name,
+            addr=f"10.0.0.{host.index}",
+            local_size=kind.local_size,
+            store_port=self._store_port,
+            role=kind.role,
+            order=kind.order,
+        )
+        self.machine = machine.Node(
+            hello,
+            scenario.grace_s,
+            math.inf if alone else self.settings.join_timeout_s,
+            scenario.close_timeout_s,
+            self.settings.beat_s,
+        )
+
+    def start(self) -> None:
+        self.timeline.note(self.node_id, "starts")
+        self._execute(self.machine.begin())
+        self._look_for_coordinator(0)
+
+    # -- finding the coordinator --------------------------------------------------------------------------------------
+
+    def _look_for_coordinator(self, look: int) -> None:
+        if look != self._looks or self.finished is not None or self.server is not None or self.wire is not None:
+            return
+        sim = self.sim
+        if sim.etcd is not None:
+            etcd = sim.etcd
+            etcd.call(self, etcd.look, lambda leader: self._etcd_says(look, leader))
+            return
+        if self.host.index == 0 and sim.endpoint() is None:
+            record, renewed = sim.file.find(self.settings)
+            if renewed:
+                assert record is not None
+                sim.checker.saw(self.timeline.now_s, seen.Renewed(record.history.spent))
+            sim.listening = self
+            self._coordinate(0 if record is None else record.term + 1, record)
+            return
+        self._call(sim.hosts[0], lambda: holder.server if (holder := sim.endpoint()) is not None else None)
+
+    def _etcd_says(self, look: int, leader: object) -> None:
+        if look != self._looks or self.finished is not None:
+            return
+        if not isinstance(leader, Leader):
+            self._campaign(None)
+            return
+        there = self.sim.agents_by_id[leader.node]
+
+        def find() -> Server | None:
+            return there.server if there.alive and there.server is not None else None
+
+        self._leader = leader
+        self._call(there.host, find)
+
+    def _campaign(self, instead_of: Leader | None) -> None:
+        etcd = self.sim.etcd
+        assert etcd is not None
+        self._campaigns += 1
+        lease = self._campaigns
+        etcd.call(self, lambda: etcd.campaign(self.node_id, lease, instead_of), self._campaigned)
+
+    def _campaigned(self, won: object) -> None:
+        if self.finished is not None or self.server is not None:
+            return
+        if won is None:
+            self._look_again()
+            return
+        leader, record = won  # type: ignore[misc]
+        self._coordinate(leader.term, record)
+
+    def _coordinate(self, term: int, record: Any) -> None:
+        self.server = Server(self, term, record, self.sim.etcd if self.sim.etcd is not None else self.sim.file)
+        self.server.begin()
+        self.feed(machine.Contact())
+
+    def deposed(self) -> None:
+        self.server = None
+        self.feed(machine.ContactLost())
+        self._look_again()
+
+    def _call(self, there: Host, find: Any) -> None:
+        self._calling = wire = self.sim.network.connect(self, self.host, there, find)
+        self.after(CONNECT_S, self._called_in_vain, wire)
+
+    def _called_in_vain(self, wire: Wire) -> None:
+        if self._calling is wire:
+            self._calling = None
+            wire.close()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        random = self.timeline.random
+        self._looks += 1
+        self.after(self._pause_s * random.uniform(0.5, 1.0), self._look_for_coordinator, self._looks)
+        self._pause_s = min(self._pause_s * 2, LAST_PAUSE_S)
+
+    def opened(self, wire: Wire) -> None:
+        if wire is not self._calling:
+            wire.close()
+            return
+        self._calling, self.wire = None, wire
+        self._pause_s = FIRST_PAUSE_S
+        self.feed(machine.Contact())
+
+    def received(self, wire: Wire, message: object) -> None:
+        if wire is self.wire and wire.open:
+            if not isinstance(message, QUIET):
+                self.timeline.note(self.node_id, ("hears", message))
+            self.feed(message)
+
+    def closed(self, wire: Wire) -> None:
+        if wire is self._calling:
+            self._calling = None
+            if wire.refused and self.sim.etcd is not None:
+                self._campaign(self._leader)
+            else:
+                self._look_again()
+        elif wire is self.wire:
+            self.wire = None
+            self.timeline.note(self.node_id, "lost its connection")
+            self.feed(machine.ContactLost())
+            self._look_again()
+
+    def lose_local_contact(self) -> None:
+        """The coordinator in this process and this node have lost sight of each other, as in a pause of the ledger."""
+        if self.server is not None:
+            self.feed(machine.ContactLost())
+            self.after(FIRST_PAUSE_S, self._local_contact)
+
+    def _local_contact(self) -> None:
+        if self.server is not None and not self.server.closed_down:
+            self.feed(machine.Contact())
+
+    # -- the machine --------------------------------------------------------------------------------------------------
+
+    def feed(self, event: Any) -> None:
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        while self._events and self.alive:
+            event = self._events.popleft()
+            if isinstance(event, machine.Exited | machine.HelpersLost | machine.StopRequested | machine.KeeperLost):
+                self.timeline.note(self.node_id, event)
+            self._execute(self.machine.handle(self.host.clock_s(), event))
+        self._feeding = False
+
+    def _execute(self, actions: list[machine.Action]) -> None:
+        for action in actions:
+            if not self.alive or self.finished is not None:
+                return
+            self._do(action)
+
+    def _do(self, action: machine.Action) -> None:
+        match action:
+            case machine.Tell(message=message):
+                self._tell(message)
+            case machine.Timer(name=name, key=key, after_s=after_s):
+                self.after(after_s, self.feed, machine.TimerFired(name, key))
+            case machine.Lease(until_s=until_s):
+                self.lease_until_s = until_s
+            case machine.Run(world=world):
+                self.timeline.note(self.node_id, action)
+                self.sim.checker.saw(self.timeline.now_s, seen.Ran(self.node_id, world, self.live_ranks()))
+                self.group = Group(self, world)
+                self.groups = [group for group in self.groups if group.alive] + [self.group]
+                self.sim.training.join(self.group)
+            case machine.Signal(ranks=ranks, signum=signum):
+                self.timeline.note(self.node_id, action)
+                if self.group is not None:
+                    self.group.signal(ranks, signum)
+            case machine.PrepareHelpers():
+                self._helpers += 1
+                delay_s = self.timeline.random.uniform(0.3, 2.5)
+                self.after(delay_s, self._helpers_ready, self._helpers)
+            case machine.HangUp(why=why):
+                self.timeline.note(self.node_id, f"hangs up: {why}")
+                if self.wire is not None:
+                    wire, self.wire = self.wire, None
+                    wire.close()
+                    self.feed(machine.ContactLost())
+                    self._look_again()
+                else:
+                    self.lose_local_contact()
+            case machine.Finish():
+                self._finish(action)
+
+    def _tell(self, message: Any) -> None:
+        fields = message.__struct_fields__
+        if "store_port" in fields:
+            message = msgspec.structs.replace(message, store_port=self._store_port)
+        elif isinstance(message, protocol.Beat) and self.group is not None and message.generation >= 0:
+            message = msgspec.structs.replace(message, steps=self.group.steps)
+        if self.server is not None:
+            self.server.receive(self.node_id, message)
+        elif self.wire is not None:
+            self.wire.send(message)
+
+    def _helpers_ready(self, number: int) -> None:
+        if number == self._helpers:
+            self.feed(machine.HelpersReady())
+
+    # -- what happens to it -------------------------------------------------------------------------------------------
+
+    def rank_started(self, group: Group) -> None:
+        self.feed(machine.Started(group.world.generation))
+
+    def rank_stepped(self, group: Group, rank: int, at_s: float) -> None:
+        self.feed(machine.Stepped(rank, group.world.generation, at_s))
+
+    def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
+        exit = RankExit(rank, 1000 + rank, status, at_s, steps=group.steps, raised=raised, oom_killed=oom)
+        self.feed(machine.Exited(group.world.generation, exit))
+
+    def lose_helpers(self) -> None:
+        """The zygote is killed, and its ranks die with it."""
+        self._helpers += 1
+        steps = self.group.steps if self.group is not None and self.group.alive else None
+        if self.group is not None:
+            self.group.kill_all(silent=True)
+        self.feed(machine.HelpersLost("the zygote was killed", steps))
+
+    def live_ranks(self) -> int:
+        """Those that could be ended."""
+        return sum(group.endable for group in self.groups)
+
+    def _finish(self, finish: machine.Finish) -> None:
+        self.finished = finish
+        self.timeline.note(self.node_id, finish)
+        self.sim.finished(self, finish)
+        if self.server is not None:
+            self.server.close(self._leave)
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.kill(quietly=False)
+
+    def kill(self, quietly: bool) -> None:
+        """The process ends. Its kernel closes its connections, unless the machine is gone too."""
+        if not self.alive:
+            return
+        self.die()
+        server, self.server = self.server, None
+        wires = [self.wire, self._calling]
+        if server is not None:
+            server.closed_down = True
+            wires += list(server.nodes.values())
+        for wire in wires:
+            if wire is not None:
+                if quietly:
+                    wire.vanish()
+                else:
+                    wire.close()
+        self.wire = self._calling = None
+        for group in self.groups:
+            delay_s = 0.0 if quietly else self.timeline.random.uniform(0.01, 0.5)
+            self.timeline.after(delay_s, group.kill_all, True)
+        self.sim.left(self)

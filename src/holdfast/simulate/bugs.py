@@ -1,0 +1,327 @@
+"""Bugs that were planted on purpose, for tests of the simulator: each must be found. A checker that never fails proves
+nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from holdfast.control import coordinator as coordinators
+from holdfast.control import membership, protocol
+from holdfast.control import node as nodes
+from holdfast.control.coordinator import Coordinator
+from holdfast.control.node import Node
+from holdfast.simulate.ledgers import Etcd
+from holdfast.simulate.ranks import Training
+from holdfast.simulate.server import Server
+
+Bug = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """Replace a method by one made from it."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def lease_ignored() -> Any:
+    """Ranks step although their lease is over."""
+
+    def is_able(self: Training, group: Any) -> bool:
+        return group.whole and not group.stuck and not group.agent.host.frozen
+
+    return mock.patch.object(Training, "_is_able", is_able)
+
+
+def lease_from_receipt() -> Any:
+    """A lease counts from when the answer was read, not from when the question was asked."""
+
+    def make(real: Any) -> Any:
+        def handle(self: Node, now_s: float, event: Any) -> Any:
+            if isinstance(event, protocol.Heard | protocol.Welcome):
+                event = msgspec.structs.replace(event, said_s=now_s)
+                self.greeted_at_s = now_s
+            return real(self, now_s, event)
+
+        return handle
+
+    return _instead(Node, "handle", make)
+
+
+def charged_twice() -> Any:
+    def make(real: Any) -> Any:
+        return lambda self: real(real(self))
+
+    return _instead(coordinators.History, "charged", make)
+
+
+def never_charged() -> Any:
+    return mock.patch.object(coordinators.History, "charged", lambda self: self)
+
+
+def charged_per_node() -> Any:
+    """Each node's end is charged, not the world's."""
+
+    def make(real: Any) -> Any:
+        def down(self: Coordinator, now_s: float, node: str, member: Any, message: Any) -> Any:
+            if message.causes and node in self.up:
+                self.history = self.history.charged()
+            return real(self, now_s, node, member, message)
+
+        return down
+
+    return _instead(Coordinator, "_down", make)
+
+
+def budget_ignored() -> Any:
+    return mock.patch.object(coordinators.History, "left", property(lambda self: 1))
+
+
+def generation_forgotten() -> Any:
+    """A restarted coordinator takes the generation before the last for the last."""
+
+    def make(real: Any) -> Any:
+        def begin(self: Coordinator, now_s: float) -> Any:
+            self.generation = max(-1, self.generation - 1)
+            return real(self, now_s)
+
+        return begin
+
+    return _instead(Coordinator, "begin", make)
+
+
+def sent_before_written() -> Any:
+    """What was decided is told before it is in the ledger."""
+
+    def write(self: Server, record: Any) -> None:
+        self._writing = False
+        real(self, record)
+        self._writing = False
+
+    real = Server._write
+    return mock.patch.object(Server, "_write", write)
+
+
+@contextlib.contextmanager
+def not_fenced() -> Iterator[None]:
+    """etcd lets a coordinator go on whose term is over."""
+
+    def put(self: Etcd, term: int, record: Any) -> bool:
+        self.record = record
+        return True
+
+    with mock.patch.object(Etcd, "put", put), mock.patch.object(Etcd, "renew", lambda self, term: True):
+        yield
+
+
+@contextlib.contextmanager
+def old_ranks_kept() -> Iterator[None]:
+    """A node is asked for although it has ranks of an older world, and starts the newer ones beside them."""
+
+    def make(real: Any) -> Any:
+        def handle(self: Node, now_s: float, event: Any) -> Any:
+            if isinstance(event, protocol.Launch) and self.live and event.world.generation > self.generation:
+                self.live = frozenset()
+            return real(self, now_s, event)
+
+        return handle
+
+    available = property(lambda self: self.ready and self.fit and self.leaving is None)
+    with _instead(Node, "handle", make), mock.patch.object(membership.Member, "available", available):
+        yield
+
+
+def zombie_answers() -> Any:
+    """A coordinator that has slept answers beats before it looks whether its term is over."""
+    return mock.patch.object(Server, "holds_term", lambda self: True)
+
+
+def lease_from_welcome() -> Any:
+    """A greeting is answered with a new lease, whatever world the node's ranks are of."""
+
+    def make(real: Any) -> Any:
+        def handle(self: Node, now_s: float, event: Any) -> Any:
+            actions = real(self, now_s, event)
+            if isinstance(event, protocol.Welcome) and not actions:
+                return [nodes.Lease(event.said_s + self.join_timeout_s)]
+            return actions
+
+        return handle
+
+    return _instead(Node, "handle", make)
+
+
+def not_all_down() -> Any:
+    """The next world is formed as soon as one node is down."""
+
+    def settle_if_down(self: Coordinator, now_s: float) -> Any:
+        if self.phase is not coordinators.Phase.STOPPING or len(self.up) == len(self.seats):
+            return []
+        return self._settle(now_s)
+
+    return mock.patch.object(Coordinator, "_settle_if_down", settle_if_down)
+
+
+def wrong_rank_order() -> Any:
+    """The last node is told its first rank wrong."""
+
+    def make(real: Any) -> Any:
+        def shares(*args: Any) -> Any:
+            worlds = real(*args)
+            if len(worlds) > 2:
+                worlds[-1] = msgspec.structs.replace(worlds[-1], first_rank=worlds[-2].first_rank)
+            return worlds
+
+        return shares
+
+    return _instead(coordinators, "shares", make)
+
+
+def restart_counts_differ() -> Any:
+    def make(real: Any) -> Any:
+        def launch_of(self: Coordinator, node: str) -> Any:
+            world = real(self, node).world
+            return protocol.Launch(msgspec.structs.replace(world, restart_count=world.restart_count + 1))
+
+        return launch_of
+
+    return _instead(Coordinator, "_launch_of", make)
+
+
+def silence_not_noticed() -> Any:
+    """Neither end counts missed beats."""
+
+    def tick(self: Coordinator, now_s: float) -> Any:
+        return [coordinators.Timer("tick", 0, self.settings.beat_s)]
+
+    return mock.patch.object(Coordinator, "_tick", tick)
+
+
+def incident_left_open() -> Any:
+    return mock.patch.object(Coordinator, "_close_incident", lambda self, now_s, failed_again_at_s=None: [])
+
+
+def spare_not_released() -> Any:
+    """Only the nodes of the last world are told that the job is over."""
+
+    def make(real: Any) -> Any:
+        def finish(self: Coordinator, now_s: float, kind: Any, reason: str = "") -> Any:
+            seats = dict(self.seats)
+            over = protocol.Over
+            return [
+                action
+                for action in real(self, now_s, kind, reason)
+                if not (isinstance(action, coordinators.Send) and isinstance(action.message, over))
+                or action.node in seats
+            ]
+
+        return finish
+
+    return _instead(Coordinator, "_finish", make)
+
+
+def quarantine_ignored() -> Any:
+    return mock.patch.object(coordinators.Quarantine, "holds", lambda self, host: False)
+
+
+def leaver_taken() -> Any:
+    """A node that has said it leaves is taken for the next world."""
+    available = property(lambda self: self.ready and self.fit and not self.busy)
+    return mock.patch.object(membership.Member, "available", available)
+
+
+def world_not_confirmed() -> Any:
+    """Nobody waits for a lost world's leases."""
+    return mock.patch.object(Coordinator, "confirmed", property(lambda self: True))
+
+
+def never_gives_up() -> Any:
+    """An agent without a coordinator waits for ever."""
+
+    def make(real: Any) -> Any:
+        def timer_fired(self: Node, now_s: float, timer: nodes.TimerFired) -> Any:
+            return [] if timer.name == "contact" else real(self, now_s, timer)
+
+        return timer_fired
+
+    return _instead(Node, "_timer_fired", make)
+
+
+def launch_without_welcome() -> Any:
+    """A node takes a launch that was meant for its last connection."""
+
+    def make(real: Any) -> Any:
+        def handle(self: Node, now_s: float, event: Any) -> Any:
+            self.welcomed = True
+            return real(self, now_s, event)
+
+        return handle
+
+    return _instead(Node, "handle", make)
+
+
+def ranks_left_behind() -> Any:
+    """An agent that gives up leaves its ranks running."""
+
+    def finish_when_down(self: Node, now_s: float, finish: nodes.Finish, why: str) -> Any:
+        return self._finish(finish)
+
+    return mock.patch.object(Node, "_finish_when_down", finish_when_down)
+
+
+def cause_forgotten() -> Any:
+    """A lost node is not noted as the cause."""
+
+    def make(real: Any) -> Any:
+        def lose(self: Coordinator, now_s: float, node: str, host: str, headline: str) -> Any:
+            return real(self, now_s, node, host, "")
+
+        return lose
+
+    return _instead(Coordinator, "_lose", make)
+
+
+def two_coordinators() -> Any:
+    """A campaign is won although somebody else holds the term."""
+
+    def make(real: Any) -> Any:
+        def campaign(self: Etcd, node: str, lease: int, instead_of: Any) -> Any:
+            if self.leader is not None and self.leader.node != node and self._lease != (node, lease):
+                return msgspec.structs.replace(self.leader, node=node), self.record
+            return real(self, node, lease, instead_of)
+
+        return campaign
+
+    return _instead(Etcd, "campaign", make)
+
+
+def too_many_nodes() -> Any:
+    return mock.patch.object(coordinators, "choose", lambda settings, available, previous: list(available))
+
+
+BUGS: dict[str, Bug] = {
+    bug.__name__: bug
+    for bug in (
+        lease_ignored, lease_from_receipt, charged_twice, never_charged, charged_per_node, budget_ignored,
+        generation_forgotten, sent_before_written, not_fenced, old_ranks_kept, not_all_down, wrong_rank_order,
+        restart_counts_differ, silence_not_noticed, incident_left_open, spare_not_released, quarantine_ignored,
+        leaver_taken, world_not_confirmed, never_gives_up, launch_without_welcome, ranks_left_behind, cause_forgotten,
+        two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome,
+    )
+}  # fmt: skip
+
+
+def find(bug: Bug, seeds: Iterator[int] | range) -> tuple[int, str, str] | None:
+    """The first seed that finds the bug, the invariant that it breaks, and how."""
+    from holdfast.simulate.simulation import run
+
+    with bug():
+        for seed in seeds:
+            result = run(seed)
+            if result.invariant:
+                return seed, result.invariant, result.text
+    return None
+

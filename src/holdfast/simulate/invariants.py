@@ -1,0 +1,379 @@
+"""What must hold in every run, simulated or real: a checker that is told what happened, in order, and raises at the first
+thing that must not be."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from holdfast.control.causes import Kind
+from holdfast.control.incidents import Incident
+from holdfast.control.membership import Budget, Settings
+from holdfast.control.quarantine import QUARANTINE_S
+from holdfast.control.worlds import World
+
+# A node that comes and goes may cost worlds, but not more than these in a minute.
+WORLDS_PER_MINUTE = 40
+
+
+class Violation(Exception):
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+        self.text = text
+
+
+# -- what happened ----------------------------------------------------------------------------------------------------
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """A coordinator told a node its share of a world."""
+
+    term: int
+    coordinator: str
+    node: str
+    host: str
+    world: World
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """A coordinator told a node to stop a world."""
+
+    term: int
+    coordinator: str
+    node: str
+    generation: int
+    why: str
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """A node forked its ranks, while it had so many older ones."""
+
+    node: str
+    world: World
+    old_ranks: int
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    generation: int
+    step: int
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """A checkpoint was acknowledged."""
+
+    generation: int
+    step: int
+
+
+class Restored(msgspec.Struct, frozen=True):
+    generation: int
+    step: int
+
+
+class IncidentOpened(msgspec.Struct, frozen=True):
+    term: int
+    incident: Incident
+
+
+class IncidentClosed(msgspec.Struct, frozen=True):
+    term: int
+    incident: Incident
+
+
+class SetAside(msgspec.Struct, frozen=True):
+    host: str
+
+
+class TakenBack(msgspec.Struct, frozen=True):
+    host: str
+
+
+class Left(msgspec.Struct, frozen=True):
+    """The coordinator has heard that this node goes."""
+
+    node: str
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    """All nodes were started anew, and the job with them; or it had ended, and another begins under its name."""
+
+    restarts: int = 0  # that were counted until then, and are given back
+    another_job: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A coordinator said that the job is over."""
+
+    term: int
+    kind: Kind | None
+    reason: str
+    fit: int  # nodes that were there and could have been used
+    leaving: bool  # some node was told to go
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """An agent has finished, by itself or because it was told to, with so many ranks alive."""
+
+    node: str
+    kind: Kind | None
+    reason: str
+    live_ranks: int
+
+
+Event = (
+    Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
+    | Left | Renewed | Ended | Finished
+)  # fmt: skip
+
+
+class Plan:
+    """What is known of one world."""
+
+    def __init__(self, world: World, at_s: float) -> None:
+        self.world = world
+        self.at_s = at_s
+        self.shares: dict[int, tuple[str, World]] = {}
+        self.incident: Incident | None = None
+
+
+class Checker:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.worlds: dict[int, Plan] = {}
+        self.newest = -1
+        self.steps = 0
+        self.restarts = 0  # the most that any world was told
+        self.ended: Ended | None = None
+        self._coordinators: dict[int, str] = {}  # by term
+        self._last_step = (-1, 0)  # generation and step of the last that was done or committed
+        self._committed = 0
+        self.incidents: dict[int, int] = {}  # and their generations
+        self._term = 0  # the newest that has said anything of one
+        self._open: dict[int, int] = {}  # those that are, and in which term they were opened
+        self._aside: dict[str, float] = {}
+        self._left: dict[str, float] = {}
+        self._began: deque[float] = deque()  # worlds of the last minute
+        self._given_up: dict[int, bool] = {}  # generations after which the job began anew
+        self._given_back = 0
+        self._handlers = {
+            Launched: self._launched,
+            Stopped: self._stopped,
+            Ran: self._ran,
+            Stepped: self._stepped,
+            Committed: self._committed_,
+            Restored: self._restored,
+            IncidentOpened: self._opened,
+            IncidentClosed: self._closed,
+            SetAside: self._set_aside,
+            TakenBack: self._taken_back,
+            Left: self._left_,
+            Renewed: self._renewed,
+            Ended: self._ended,
+            Finished: self._finished,
+        }
+
+    def saw(self, at_s: float, event: Event) -> None:
+        self._handlers[type(event)](at_s, event)  # type: ignore[operator]
+
+    # -- worlds -------------------------------------------------------------------------------------------------------
+
+    def _act(self, term: int, coordinator: str) -> None:
+        if self._coordinators.setdefault(term, coordinator) != coordinator:
+            raise Violation("one coordinator", f"term {term} is {self._coordinators[term]}'s and {coordinator}'s")
+
+    def _launched(self, at_s: float, event: Launched) -> None:
+        world, generation = event.world, event.world.generation
+        self._act(event.term, event.coordinator)
+        plan = self.worlds.get(generation)
+        if plan is None:
+            plan = self._new_world(at_s, event)
+        shared = ("restart_count", "max_restarts", "master_addr", "master_port", "world_size", "group_size")
+        for name in shared:
+            if getattr(world, name) != getattr(plan.world, name):
+                text = f"{name} of generation {generation} is {getattr(plan.world, name)} and {getattr(world, name)}"
+                raise Violation("agreement", text)
+        node, share = plan.shares.setdefault(world.group_rank, (event.node, world))
+        if (node, share) != (event.node, world):
+            raise Violation("agreement", f"group rank {world.group_rank} of generation {generation} went out twice")
+        if len(plan.shares) == world.group_size:
+            self._whole_world(plan)
+        if generation < self.newest:
+            return  # one that was lost on the way is sent again
+        aside_s = self._aside.get(event.host)
+        if aside_s is not None and at_s < aside_s + QUARANTINE_S * 0.99:
+            raise Violation("quarantine", f"{event.node} is in generation {generation}, but its host is set aside")
+        if event.node in self._left and plan.at_s > self._left[event.node]:
+            raise Violation("leavers", f"{event.node} had said that it leaves, and is in generation {generation}")
+
+    def _new_world(self, at_s: float, event: Launched) -> Plan:
+        world, generation, settings = event.world, event.world.generation, self.settings
+        if self.ended is not None:
+            raise Violation("the end", f"generation {generation} is formed after the job has ended")
+        if generation <= self.newest:
+            raise Violation("generations", f"generation {generation} comes after {self.newest}")
+        if not settings.min_nodes <= world.group_size <= settings.max_nodes:
+            raise Violation("size", f"generation {generation} has {world.group_size} nodes")
+        plan = self.worlds[generation] = Plan(world, at_s)
+        if (before := self.worlds.get(self.newest)) is not None:
+            self._charge(before, plan)
+        self.newest = generation
+        self.restarts = max(self.restarts, world.restart_count)
+        self._began.append(at_s)
+        while self._began[0] < at_s - 60.0:
+            self._began.popleft()
+        if len(self._began) > WORLDS_PER_MINUTE:
+            raise Violation("flapping", f"{len(self._began)} worlds within a minute")
+        return plan
+
+    def _charge(self, before: Plan, plan: Plan) -> None:
+        was, is_, settings = before.world.restart_count, plan.world.restart_count, self.settings
+        generation, apart = plan.world.generation, plan.world.generation - before.world.generation
+        if is_ < was:
+            raise Violation("restarts", f"generation {generation} counts {is_} restarts, the one before {was}")
+        if is_ - was > apart:
+            raise Violation("restarts", f"{is_ - was} restarts are charged from generation {generation - apart} on")
+        given_back = self._given_back + (self.steps // settings.refill_steps if settings.refill_steps else 0)
+        if is_ > settings.max_restarts + given_back:
+            raise Violation("restarts", f"{is_} restarts, of {settings.max_restarts} and {given_back} given back")
+        free = (Kind.MEMBERSHIP,) if settings.budget is Budget.ALL else (Kind.MEMBERSHIP, Kind.LOST_NODE)
+        ended = before.incident
+        if before.world.generation in self._given_up:
+            return
+        if apart == 1 and is_ == was and ended is not None and ended.kind not in free:
+            raise Violation("restarts", f"generation {generation} was not charged for: {ended.headline}")
+
+    def _whole_world(self, plan: Plan) -> None:
+        shares = [plan.shares[rank][1] for rank in sorted(plan.shares)]
+        generation = plan.world.generation
+        if sorted(plan.shares) != list(range(plan.world.group_size)):
+            raise Violation("ranks", f"the group ranks of generation {generation} are {sorted(plan.shares)}")
+        if len({node for node, _ in plan.shares.values()}) != len(shares):
+            raise Violation("ranks", f"a node is in generation {generation} twice")
+        ranks = [share.first_rank + local for share in shares for local in range(share.local_size)]
+        if ranks != list(range(plan.world.world_size)):
+            raise Violation("ranks", f"the ranks of generation {generation} are {ranks}")
+        for role in dict.fromkeys(share.role for share in shares):
+            of_role = [share for share in shares if share.role == role]
+            role_ranks = [share.role_first_rank + local for share in of_role for local in range(share.local_size)]
+            if role_ranks != list(range(len(role_ranks))) or any(s.role_size != len(role_ranks) for s in of_role):
+                raise Violation("ranks", f"the {role} ranks of generation {generation} are {role_ranks}")
+
+    def _ran(self, at_s: float, event: Ran) -> None:
+        generation = event.world.generation
+        plan = self.worlds.get(generation)
+        if plan is None or plan.shares.get(event.world.group_rank) != (event.node, event.world):
+            raise Violation("agreement", f"{event.node} runs another generation {generation} than it was told")
+        if event.old_ranks:
+            raise Violation("fencing", f"{event.node} starts generation {generation} beside {event.old_ranks} old ranks")
+
+    def _stopped(self, at_s: float, event: Stopped) -> None:
+        self._act(event.term, event.coordinator)
+        if not event.why:
+            raise Violation("causes", f"{event.node} was told to stop generation {event.generation} without a reason")
+
+    # -- the program --------------------------------------------------------------------------------------------------
+
+    def _in_order(self, generation: int, step: int, what: str) -> None:
+        if generation < self._last_step[0]:
+            text = f"generation {generation} {what} step {step} after generation {self._last_step[0]} has stepped"
+            raise Violation("fencing", text)
+        self._last_step = (generation, step)
+
+    def _stepped(self, at_s: float, event: Stepped) -> None:
+        self.steps += 1
+        self._in_order(event.generation, event.step, "does")
+
+    def _committed_(self, at_s: float, event: Committed) -> None:
+        self._in_order(event.generation, event.step, "commits")
+        self._committed = max(self._committed, event.step)
+
+    def _restored(self, at_s: float, event: Restored) -> None:
+        if event.step < self._committed:
+            text = f"generation {event.generation} begins at step {event.step}; {self._committed} was committed"
+            raise Violation("checkpoints", text)
+
+    # -- incidents ----------------------------------------------------------------------------------------------------
+
+    def _opened(self, at_s: float, event: IncidentOpened) -> None:
+        incident = event.incident
+        self._term = max(self._term, event.term)
+        if incident.number in self.incidents:
+            if self.incidents[incident.number] != incident.generation:
+                raise Violation("incidents", f"incident {incident.number} is of two generations")
+            return  # the same, told to another node
+        if (plan := self.worlds.get(incident.generation)) is not None:
+            if plan.incident is not None:
+                text = f"generation {incident.generation} has incidents {plan.incident.number} and {incident.number}"
+                raise Violation("incidents", text)
+            plan.incident = incident
+        if incident.kind is Kind.MEMBERSHIP and incident.headline == "the world was stopped":
+            raise Violation("causes", f"generation {incident.generation} was stopped, and nobody knows why")
+        self.incidents[incident.number] = incident.generation
+        self._open[incident.number] = event.term
+
+    def _closed(self, at_s: float, event: IncidentClosed) -> None:
+        number = event.incident.number
+        self._term = max(self._term, event.term)
+        if number not in self.incidents:
+            if event.term == min(self._coordinators, default=event.term):
+                raise Violation("incidents", f"incident {number} was closed, but never opened")
+            # A coordinator that died as soon as it had written it could not tell. It is told whole when it is closed.
+            self._opened(at_s, IncidentOpened(event.term, event.incident))
+        self._open.pop(number, None)
+
+    def _unclosed(self) -> list[int]:
+        """A coordinator that dies as it writes the next incident cannot tell that the last one is closed by it; every
+        other one must be."""
+        newest = max(self.incidents, default=0)
+        return [number for number, term in self._open.items() if term == self._term or number == newest]
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def _set_aside(self, at_s: float, event: SetAside) -> None:
+        self._aside.setdefault(event.host, at_s)
+
+    def _taken_back(self, at_s: float, event: TakenBack) -> None:
+        self._aside.pop(event.host, None)
+
+    def _left_(self, at_s: float, event: Left) -> None:
+        self._left.setdefault(event.node, at_s)
+
+    def _renewed(self, at_s: float, event: Renewed) -> None:
+        self._given_up[self.newest] = True
+        self._given_back = event.restarts
+        if event.another_job:
+            self.at_end()
+            self.ended, self.newest, self.restarts, self._given_up = None, -1, 0, {}
+            self.worlds, self._coordinators, self.incidents, self._open, self._aside = {}, {}, {}, {}, {}
+            self._last_step = (-1, 0)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _ended(self, at_s: float, event: Ended) -> None:
+        if self.ended is not None:
+            if (self.ended.kind, self.ended.reason) != (event.kind, event.reason):
+                raise Violation("the end", f"the job ended with {self.ended.reason!r} and with {event.reason!r}")
+            return
+        self.ended = event
+        if event.kind is Kind.LOST_NODE and " nodes came within " in event.reason and not self._aside:
+            if event.fit >= self.settings.min_nodes:
+                raise Violation("the end", f"{event.fit} nodes were there, but: {event.reason}")
+        if event.kind is Kind.PREEMPTED and not event.leaving:
+            raise Violation("the end", "nobody was told to stop, but the job was preempted")
+        if event.reason.startswith("no restart:") and self.newest + 1 < self.settings.max_restarts:
+            raise Violation("the end", f"{event.reason}, after {self.newest + 1} worlds")
+
+    def _finished(self, at_s: float, event: Finished) -> None:
+        if event.live_ranks:
+            raise Violation("leftovers", f"{event.node} finished with {event.live_ranks} live ranks")
+
+    def at_end(self) -> None:
+        """After everybody has finished."""
+        if self.ended is not None and (unclosed := self._unclosed()):
+            raise Violation("incidents", f"incident {', '.join(map(str, unclosed))} was never closed")
+        for generation, plan in self.worlds.items():
+            followed = generation < self.newest and generation not in self._given_up
+            if plan.incident is None and followed and len(plan.shares) == plan.world.group_size:
+                raise Violation("incidents", f"generation {generation} ended without one")

@@ -1,0 +1,249 @@
+"""Simulated ranks: they start, step together while all of them can, commit, fail, and die when they are told to, or not."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+from holdfast.control.membership import Policy
+from holdfast.control.worlds import World
+from holdfast.simulate import invariants as seen
+from holdfast.wire.messages import Raised
+
+if TYPE_CHECKING:
+    from holdfast.simulate.agent import Agent
+    from holdfast.simulate.simulation import Simulation
+
+
+class Group:
+    """The ranks of one world on one node."""
+
+    def __init__(self, agent: Agent, world: World) -> None:
+        self.agent = agent
+        self.world = world
+        self.alive: dict[int, bool] = dict.fromkeys(range(world.first_rank, world.first_rank + world.local_size), True)
+        self.stuck: dict[int, bool] = {}
+        self.started = False
+        self.ensemble: Ensemble | None = None
+        self.steps = 0
+        self.finished = False  # all ended with 0
+        self._signalled: dict[int, int] = {}
+
+    @property
+    def whole(self) -> bool:
+        return len(self.alive) == self.world.local_size
+
+    @property
+    def endable(self) -> int:
+        return len(self.alive) - len(self.stuck)
+
+    def start(self) -> None:
+        if self.whole and self.agent.alive:
+            self.started = True
+            self.agent.post(self.agent.rank_started, self)
+            self.agent.sim.training.started(self)
+
+    def signal(self, ranks: tuple[int, ...], signum: int) -> None:
+        timeline, program = self.agent.timeline, self.agent.sim.scenario.program
+        for rank in ranks:
+            if rank not in self.alive or rank in self.stuck:
+                continue
+            if timeline.chance(program.stuck):
+                self.stuck[rank] = True
+            elif signum == signal.SIGKILL:
+                timeline.after(timeline.random.uniform(0.001, 0.05), self.end, rank, -signum)
+            elif rank not in self._signalled:
+                self._signalled[rank] = signum
+                if not timeline.chance(program.deaf):
+                    status = -signum if timeline.chance(0.9) else 0
+                    timeline.after(timeline.random.expovariate(4.0), self.end, rank, status)
+
+    def end(
+        self, rank: int, status: int, raised: Raised | None = None, oom: bool = False, silent: bool = False
+    ) -> None:
+        if rank not in self.alive or rank in self.stuck:
+            return
+        if self.agent.host.frozen and not self.agent.host.down:  # a process of a stopped machine ends when that runs again
+            self.agent.timeline.after(0.2, self.end, rank, status, raised, oom, silent)
+            return
+        del self.alive[rank]
+        agent = self.agent
+        at_s = agent.host.clock_s()
+        if not silent:
+            reaped_s = agent.timeline.random.uniform(0.0005, 0.01)
+            agent.timeline.after(reaped_s, agent.post, agent.rank_exited, self, rank, status, at_s, raised, oom)
+        agent.sim.training.rank_ended(self, rank, status)
+
+    def raise_in(self, rank: int, headline: str, distributed: bool = False, out_of_memory: bool = False) -> None:
+        generation, at_s = self.world.generation, self.agent.host.clock_s()
+        where = "torch/distributed.py:1" if distributed else "train.py:7"
+        self.end(rank, 1, Raised(rank, generation, at_s, headline, "", where, distributed, out_of_memory))
+
+    def kill_all(self, silent: bool) -> None:
+        for rank in list(self.alive):
+            self.end(rank, -signal.SIGKILL, silent=silent)
+
+
+class Ensemble:
+    """All ranks of one generation, wherever they are."""
+
+    def __init__(self, generation: int, size: int) -> None:
+        self.generation = generation
+        self.size = size
+        self.groups: list[Group] = []
+        self.steps = 0
+        self.base = -1  # the step it was restored to
+        self.began = False
+        self.broken = False
+        self.complete = False
+        self.former = False  # of a job that has ended; it may run on until its leases are over
+        self.stalled_s = 0.0
+
+
+class Training:
+    """The program, on all nodes, and the storage for its checkpoints."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.timeline = sim.timeline
+        self.program = sim.scenario.program
+        self.worlds: dict[int, Ensemble] = {}
+        self.committed = (-1, 0)  # generation and step of the newest commit
+        self.steps = 0
+        self.complete = False
+        settings = sim.scenario.settings
+        self._needed = settings.min_nodes if settings.policy is Policy.MIN_HEALTHY else 0
+
+    def begin_another_job(self) -> None:
+        """Under the same name, so with the checkpoints of the last one, but perhaps with its generations again."""
+        for world in self.worlds.values():
+            world.former = True
+        self.worlds = {}
+        self.committed = (-1, self.committed[1])
+
+    def join(self, group: Group) -> None:
+        generation = group.world.generation
+        world = self.worlds.get(generation)
+        if world is None:
+            world = self.worlds[generation] = Ensemble(generation, group.world.group_size)
+        group.ensemble = world
+        world.groups.append(group)
+        self.timeline.after(self.program.start_s * self.timeline.random.uniform(0.5, 1.5), group.start)
+
+    def started(self, group: Group) -> None:
+        world = group.ensemble
+        assert world is not None
+        if not world.began and len(world.groups) == world.size and all(each.started for each in world.groups):
+            world.began = True
+            self.timeline.after(self.program.step_s, self._step, world)
+        elif world.size > 1:
+            self.timeline.after(self.program.backend_timeout_s, self._give_up_waiting, world, group)
+
+    def _give_up_waiting(self, world: Ensemble, group: Group) -> None:
+        """The other nodes never came to the store."""
+        if not world.began and group.whole:
+            group.raise_in(next(iter(group.alive)), "timed out waiting for clients", distributed=True)
+
+    def _step(self, world: Ensemble) -> None:
+        groups = self._together(world) if self._needed else world.groups
+        if world.broken or world.complete or not any(group.alive for group in world.groups):
+            return
+        step_s = self.program.step_s
+        if not self._can_step(groups):
+            world.stalled_s += step_s
+            if world.stalled_s > self.program.backend_timeout_s:
+                world.stalled_s = 0.0
+                self._fail_somewhere(world.groups)
+            self.timeline.after(step_s, self._step, world)
+            return
+        world.stalled_s = 0.0
+        self._do_step(world, groups)
+        if not world.complete and not world.broken:
+            self.timeline.after(step_s * (0.8 + 0.4 * self.timeline.random.random()), self._step, world)
+
+    def _together(self, world: Ensemble) -> list[Group]:
+        """With min-healthy: some ranks that can reach each other. In a split, those of either side."""
+        network = self.sim.network
+        able = [group for group in world.groups if self._is_able(group)]
+        if not able or not network.cuts:
+            return able
+        one = self.timeline.random.choice(able).agent.host
+        return [group for group in able if network.connected(one, group.agent.host)]
+
+    def _is_able(self, group: Group) -> bool:
+        host = group.agent.host
+        return group.whole and not group.stuck and not host.frozen and host.clock_s() <= group.agent.lease_until_s
+
+    def _can_step(self, groups: list[Group]) -> bool:
+        if len(groups) < self._needed:
+            return False
+        if not all(self._is_able(group) for group in groups):
+            return False
+        network = self.sim.network
+        if not network.cuts:
+            return True
+        hosts = [group.agent.host for group in groups]
+        return all(network.connected(one, other) for one in hosts for other in hosts)
+
+    def _do_step(self, world: Ensemble, groups: list[Group]) -> None:
+        if world.former:
+            return
+        checker, now_s, program = self.sim.checker, self.timeline.now_s, self.program
+        if world.base < 0:
+            world.base = self.committed[1]
+            checker.saw(now_s, seen.Restored(world.generation, world.base))
+        if program.fails_at >= 0 and world.steps >= program.fails_at:
+            group = groups[-1]
+            group.raise_in(next(iter(group.alive)), "KeyError: 'labels'")
+            return
+        step = world.base + world.steps + 1
+        if step <= program.steps:
+            world.steps += 1
+            self.steps += 1
+            checker.saw(now_s, seen.Stepped(world.generation, step))
+            for group in groups:
+                group.steps = world.steps
+                if world.steps == 1:
+                    for rank in group.alive:
+                        agent = group.agent
+                        agent.post(agent.rank_stepped, group, rank, agent.host.clock_s())
+        if (step % program.commit_every == 0 or step >= program.steps) and world.generation >= self.committed[0]:
+            self.committed = (world.generation, min(step, program.steps))
+            checker.saw(now_s, seen.Committed(*self.committed))
+        if step >= program.steps:
+            self._complete(world, groups)
+
+    def _complete(self, world: Ensemble, groups: list[Group]) -> None:
+        world.complete = self.complete = True
+        self.timeline.note("training", f"generation {world.generation} has done all steps")
+        for group in world.groups:
+            if group in groups:
+                for rank in list(group.alive):
+                    self.timeline.after(self.timeline.random.uniform(0.0, 0.5), group.end, rank, 0)
+            else:
+                self.timeline.after(self.program.backend_timeout_s, self._peer_fails, group)
+
+    def _fail_somewhere(self, groups: list[Group]) -> None:
+        group = self.timeline.random.choice(groups)
+        if group.alive and not group.agent.host.frozen:
+            group.raise_in(next(iter(group.alive)), "collective timed out", distributed=True)
+
+    def rank_ended(self, group: Group, rank: int, status: int) -> None:
+        world = group.ensemble
+        assert world is not None
+        if world.complete and status == 0:
+            return
+        if self._needed or world.broken:
+            return
+        world.broken = True
+        # Their peers find out, each in its own time; some only when their collective times out.
+        for other in world.groups:
+            if other is not group:
+                soon = self.timeline.chance(0.7) and not group.agent.host.down
+                delay_s = self.timeline.random.expovariate(2.0) if soon else self.program.backend_timeout_s
+                self.timeline.after(delay_s, self._peer_fails, other)
+        self.timeline.after(self.program.backend_timeout_s, self._peer_fails, group)
+
+    def _peer_fails(self, group: Group) -> None:
+        if group.alive and not group.agent.host.frozen:
+            group.raise_in(next(iter(group.alive)), "connection closed by peer", distributed=True)

@@ -1,0 +1,113 @@
+"""What a seed stands for: a job's settings, its hosts, its program, and how much will go wrong."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from holdfast.control.membership import Assignment, Budget, Policy, Settings
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """A host, and how an agent is started on it."""
+
+    local_size: int
+    role: str
+    order: int | None
+    comes_at_s: float
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What the ranks do."""
+
+    steps: int
+    step_s: float
+    commit_every: int
+    start_s: float  # from fork to the first line
+    backend_timeout_s: float  # after which a collective without its peers fails
+    deaf: float  # how often a rank ignores SIGTERM
+    stuck: float  # how often it cannot be ended at all
+    fails_at: int  # the step at which it fails in every world, or -1
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    settings: Settings
+    machines: tuple[Machine, ...]
+    program: Program
+    grace_s: float
+    close_timeout_s: float
+    drift: float
+    hostile: bool
+    faults: int
+    calm_at_s: float  # no fault after that, and everything is mended
+
+
+def draw(seed: int, nodes: int | None = None) -> Scenario:
+    """The scenario of a seed. Its chances are its own, so that a change here does not change what is drawn later."""
+    rng = random.Random(f"scenario {seed}")
+    alone = nodes is None and rng.random() < 0.04
+    hosts = nodes or (1 if alone else rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 8)))
+    static = not alone and rng.random() < 0.08
+    spares = 0 if static or alone else rng.choice((0, 0, 0, 0, 1, 1, 2))
+    max_nodes = hosts if static else max(1, hosts - spares - rng.choice((0, 0, 0, 1)))
+    min_nodes = max_nodes if static or rng.random() < 0.25 else rng.randint(1, max_nodes)
+    elected = not alone and not static and rng.random() < 0.4
+    node_timeout_s = rng.choice((1.5, 3.0, 3.0, 3.0, 4.5))
+    step_s = rng.uniform(0.1, 1.0)
+    settings = Settings(
+        run_id="simulated",
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        spares=spares,
+        max_restarts=rng.choice((0, 1, 2, 3, 5, 10, 20, 20)),
+        budget=rng.choice((Budget.ALL, Budget.ALL, Budget.FAILURES)),
+        refill_steps=rng.choice((0, 0, 0, 5, 20)),
+        policy=Policy.MIN_HEALTHY if rng.random() < 0.12 else Policy.ANY_FAILED,
+        assignment=rng.choice((Assignment.INFRASTRUCTURE, Assignment.INFRASTRUCTURE, Assignment.DETERMINISTIC)),
+        static=static,
+        alone=alone,
+        elected=elected,
+        join_timeout_s=rng.uniform(5.0, 30.0),
+        last_call_s=rng.choice((0.0, 0.0, 0.0, rng.uniform(1.0, 6.0))),
+        node_timeout_s=node_timeout_s,
+    )
+    return Scenario(
+        settings=settings,
+        machines=tuple(_machines(rng, hosts, static)),
+        program=Program(
+            steps=round(rng.uniform(10.0, 90.0) / step_s),
+            step_s=step_s,
+            commit_every=rng.choice((1, 2, 5, 10)),
+            start_s=rng.uniform(0.05, 1.5),
+            backend_timeout_s=rng.choice((5.0, 15.0, 60.0)),
+            deaf=rng.choice((0.0, 0.05, 0.3)),
+            stuck=rng.choice((0.0, 0.0, 0.002)),
+            fails_at=rng.choice((0, 3, 12)) if rng.random() < 0.06 else -1,
+        ),
+        grace_s=rng.uniform(0.5, 5.0),
+        close_timeout_s=rng.uniform(3.0, 30.0),
+        drift=rng.choice((0.0, 1e-4, 1e-3)),
+        hostile=rng.random() < 0.15,
+        faults=0 if rng.random() < 0.05 else min(40, round(rng.expovariate(1 / 9.0)) + 1),
+        calm_at_s=rng.uniform(20.0, 100.0),
+    )
+
+
+def _machines(rng: random.Random, hosts: int, static: bool) -> list[Machine]:
+    same_size = rng.choice((1, 1, 2, 4))
+    mixed = rng.random() < 0.2
+    roles = ("trainer", "reader") if rng.random() < 0.15 else ("default",)
+    ordered = static or rng.random() < 0.25
+    orders = list(range(hosts))
+    rng.shuffle(orders)
+    storm = rng.random() < 0.5  # all come at once
+    return [
+        Machine(
+            local_size=rng.randint(1, 4) if mixed else same_size,
+            role=rng.choice(roles),
+            order=orders[index] if ordered else None,
+            comes_at_s=rng.uniform(0.0, 0.05 if storm else 8.0),
+        )
+        for index in range(hosts)
+    ]

@@ -1,0 +1,156 @@
+"""One seed, from its first event to its last."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.control import node as nodes
+from holdfast.control.causes import Kind
+from holdfast.simulate import invariants as seen
+from holdfast.simulate import scenario as scenarios
+from holdfast.simulate.agent import Agent
+from holdfast.simulate.faults import Faults
+from holdfast.simulate.invariants import Checker, Violation
+from holdfast.simulate.ledgers import Etcd, File
+from holdfast.simulate.network import Network
+from holdfast.simulate.processes import Host
+from holdfast.simulate.ranks import Training
+from holdfast.simulate.timeline import Timeline
+
+
+class Result(msgspec.Struct, frozen=True):
+    seed: int
+    digest: str
+    virtual_s: float
+    calls: int
+    worlds: int
+    faults: dict[str, int]
+    outcome: str
+    nodes: int
+    invariant: str = ""  # the violated one
+    text: str = ""
+    notes: tuple[tuple[float, str, str], ...] = ()
+
+
+class Simulation:
+    def __init__(self, seed: int, nodes: int | None = None, keep_all: bool = False) -> None:
+        self.seed = seed
+        self.scenario = scenarios.draw(seed, nodes)
+        settings = self.scenario.settings
+        self.timeline = Timeline(seed, keep_all)
+        self.network = Network(self.timeline)
+        self.network.hostile = self.scenario.hostile
+        self.checker = Checker(settings)
+        self.hosts = [Host(self.timeline, index, self.scenario.drift) for index in range(len(self.scenario.machines))]
+        self.file = File(self.timeline)
+        self.etcd = Etcd(self.timeline, self.network) if settings.elected else None
+        self.listening: Agent | None = None  # the agent that has the endpoint
+        self.agents: list[Agent] = []  # those that are there
+        self.agents_by_id: dict[str, Agent] = {}
+        self.ends: list[tuple[str, Kind | None, str]] = []
+        self.training = Training(self)
+        self.faults = Faults(self)
+        self.calm = False
+        self.to_come = 0  # agents that start later
+
+    def endpoint(self) -> Agent | None:
+        return self.listening if self.listening is not None and self.listening.alive else None
+
+    def start_agent(self, host: Host) -> None:
+        host.down = False
+        agent = Agent(self, host)
+        self.agents.append(agent)
+        self.agents_by_id[agent.node_id] = agent
+        agent.start()
+
+    def start_agent_later(self, delay_s: float, host: Host) -> None:
+        self.to_come += 1
+        self.timeline.after(delay_s, self._come, host)
+
+    def _come(self, host: Host) -> None:
+        self.to_come -= 1
+        if host.frozen and not host.down:
+            self.start_agent_later(0.5, host)
+            return
+        if self.scenario.settings.alone and host.agent is not None:
+            return  # without a ledger that is another job
+        if self.checker.ended is None and (host.agent is None or not host.agent.alive or host.agent.frozen):
+            self.start_agent(host)
+
+    def finished(self, agent: Agent, finish: nodes.Finish) -> None:
+        now_s = self.timeline.now_s
+        self.ends.append((agent.node_id, finish.kind, finish.reason))
+        self.checker.saw(now_s, seen.Finished(agent.node_id, finish.kind, finish.reason, agent.live_ranks()))
+        if finish.kind is None and not self.training.complete:
+            raise Violation("the end", f"{agent.node_id} finished with success, but the training has not")
+
+    def left(self, agent: Agent) -> None:
+        self.agents.remove(agent)
+
+    def _over(self) -> bool:
+        return not self.agents and not self.to_come and (self.calm or self.checker.ended is not None)
+
+    def run(self) -> Result:
+        scenario, timeline = self.scenario, self.timeline
+        invariant = text = ""
+        try:
+            for host, machine in zip(self.hosts, scenario.machines, strict=True):
+                self.start_agent_later(machine.comes_at_s, host)
+            self.faults.schedule()
+            timeline.at(scenario.calm_at_s, self.faults.mend_everything)
+            timeline.run(self._deadline_s(), self._over)
+            if not self._over():
+                who = ", ".join(agent.node_id for agent in self.agents[:8])
+                raise Violation("liveness", f"{who} still there {self._deadline_s() - scenario.calm_at_s:.0f} s on")
+            self.checker.at_end()
+        except Violation as violation:
+            invariant, text = violation.invariant, violation.text
+        notes = tuple((at_s, who, render(what)) for at_s, who, what in timeline.notes) if invariant else ()
+        return Result(
+            seed=self.seed,
+            digest=timeline.digest,
+            virtual_s=timeline.now_s,
+            calls=timeline.calls,
+            worlds=len(self.checker.worlds),
+            faults=self.faults.counts,
+            outcome=self._outcome(),
+            nodes=len(self.hosts),
+            invariant=invariant,
+            text=text,
+            notes=notes,
+        )
+
+    def _deadline_s(self) -> float:
+        """When a job that nothing disturbs any more must be over: it may need to wait for each of its timeouts in turn,
+        back off, and do all of its steps again."""
+        scenario, settings = self.scenario, self.scenario.settings
+        program = scenario.program
+        waits_s = 4 * settings.join_timeout_s + 10 * settings.node_timeout_s + scenario.close_timeout_s
+        worlds_s = 10 * (program.start_s + scenario.grace_s + program.backend_timeout_s)
+        return scenario.calm_at_s + waits_s + worlds_s + 2 * program.steps * program.step_s + 120.0
+
+    def _outcome(self) -> str:
+        ended = self.checker.ended
+        if ended is not None:
+            return "success" if ended.kind is None else ended.kind.value
+        kinds = {kind for _, kind, _ in self.ends}
+        return "success" if None in kinds else "no word of a coordinator"
+
+
+def run(seed: int, nodes: int | None = None) -> Result:
+    return Simulation(seed, nodes).run()
+
+
+def render(what: object) -> str:
+    if isinstance(what, tuple):
+        return " ".join(render(part) for part in what)
+    if isinstance(what, str):
+        return what
+    if isinstance(what, msgspec.Struct):
+        parts = []
+        for name in what.__struct_fields__:
+            value = getattr(what, name)
+            if value not in ("", None, (), False) and name not in ("run_id", "version", "traceback", "stderr_tail"):
+                parts.append(f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={render(value)}")
+        return f"{type(what).__name__}({', '.join(parts)})"
+    return str(what)

@@ -1,0 +1,151 @@
+"""Nodes that are cut off, frozen or killed, in each role: the rest trains on, and who comes back is taken in."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Literal
+
+import pytest
+
+from cluster.cluster import Cluster, Line, MakeCluster
+from cluster.jobs import TOGETHER, Job
+from cluster.net import MakeNet
+
+RESTARTS = "restart_count"
+
+
+def is_alive(line: Line) -> bool:
+    return os.path.exists(f"/proc/{line['pid']}")
+
+
+@pytest.mark.parametrize("way", ["both", "in", "out"])
+def test_a_silent_node_is_lost_and_after_the_cut_its_old_ranks_go_before_it_joins(
+    cluster: MakeCluster, net: MakeNet, way: Literal["both", "in", "out"]
+) -> None:
+    network = net(3)
+    trio = cluster(network)
+    job = Job(trio, nnodes="2:3")
+    job.start(0, 1, 2)
+    zombie = job.wait_generation(0, 0, 1, 2)[2]
+    network.cut(2) if way == "both" else network.cut_one_way(2, way)
+    rest = job.wait_generation(1, 0, 1)
+    assert {line[RESTARTS] for line in rest.values()} == {1}
+    network.heal(2)
+    again = job.wait_generation(2, 0, 1, 2)
+    assert not is_alive(zombie)
+    assert {line[RESTARTS] for line in again.values()} == {2}
+    job.release()
+    assert job.ends(0, 1, 2) == [0, 0, 0]
+    assert [kind for _, _, kind, _ in job.causes(0)] == ["lost-node", "membership"]
+    assert job.causes(0) == job.causes(1)
+    assert trio.leftovers() == []
+
+
+def test_a_frozen_agent_is_lost_and_comes_back_as_a_newcomer(cluster: MakeCluster) -> None:
+    trio = cluster()
+    job = Job(trio, nnodes="2:3")
+    job.start(0, 1, 2)
+    zombie = job.wait_generation(0, 0, 1, 2)[1]
+    trio.stop_agent(1)
+    job.wait_generation(1, 0, 2)
+    trio.cont_agent(1)
+    again = job.wait_generation(2, 0, 1, 2)
+    assert not is_alive(zombie)
+    assert {line[RESTARTS] for line in again.values()} == {2}
+    job.release()
+    assert job.ends(0, 1, 2) == [0, 0, 0]
+    assert f"node {trio.addr(1)} is gone: silent for 3 s" in trio.err(0)
+    assert trio.leftovers() == []
+
+
+def test_a_slow_network_harms_nothing(cluster: MakeCluster, net: MakeNet) -> None:
+    network = net(2)
+    network.delay(1, 100)
+    pair = cluster(network)
+    job = Job(pair, nnodes="2")
+    job.start(0, 1)
+    assert job.goes_on(job.wait_generation(0, 0, 1))
+    job.release()
+    assert job.ends(0, 1) == [0, 0]
+    assert job.causes(0) == []
+    assert pair.leftovers() == []
+
+
+def test_who_is_cut_off_for_too_long_ends_its_ranks_and_itself(cluster: MakeCluster, net: MakeNet) -> None:
+    network = net(2)
+    pair = cluster(network)
+    job = Job(pair, "--exit-code-from-cause", nnodes="1:2", conf=f"{TOGETHER},join_timeout=10")
+    job.start(0, 1)
+    cut_off = job.wait_generation(0, 0, 1)[1]
+    network.cut(1)
+    job.wait_generation(1, 0)
+    assert job.ends(1) == [86]
+    assert "no coordinator could be reached for 10 s" in pair.err(1)
+    assert not is_alive(cut_off)
+    assert pair.processes(1) == {}
+    job.release()
+    assert job.ends(0) == [0]
+    assert pair.leftovers() == []
+
+
+def test_a_coordinator_that_only_stands_by_may_die_and_take_up_where_it_was(cluster: MakeCluster, net: MakeNet) -> None:
+    trio = cluster(net(3))
+    job = Job(trio, "--spares=1", nnodes="2", places={0: 9, 1: 0, 2: 1})
+    job.start(0, 1, 2)
+    job.kill_rank(job.wait_generation(0, 1, 2)[1])
+    world = job.wait_generation(1, 1, 2)
+    trio.kill_node(0)
+    assert job.goes_on(world)
+    job.start(0)
+    trio.wait_said(0, "taking up the job at generation 1, restart 1")
+    trio.wait_said(0, "standing by as a spare")
+    assert job.goes_on(world)
+    job.kill_rank(world[2])
+    later = job.wait_generation(2, 1, 2)
+    assert {line[RESTARTS] for line in later.values()} == {2}
+    trio.kill_node(1)
+    last = job.wait_generation(3, 0, 2)
+    assert {line[RESTARTS] for line in last.values()} == {3}
+    job.release()
+    assert job.ends(0, 2) == [0, 0]
+    assert [number for number, *_ in job.causes(2)] == [1, 2, 3]
+    assert trio.leftovers() == []
+
+
+def test_a_coordinator_that_trains_is_waited_for(cluster: MakeCluster, net: MakeNet) -> None:
+    pair = cluster(net(2))
+    job = Job(pair, nnodes="2")
+    job.start(0, 1)
+    job.wait_generation(0, 0, 1)
+    pair.kill_node(0)
+    job.start(0)
+    again = job.wait_generation(1, 0, 1)
+    assert {line[RESTARTS] for line in again.values()} == {1}
+    job.release()
+    assert job.ends(0, 1) == [0, 0]
+    assert job.causes(0) == job.causes(1) == [(1, 0, "lost-node", "restart 1 of 3")]
+    assert pair.leftovers() == []
+
+
+def test_the_store_keeper_and_then_all_of_its_node_may_die(cluster: MakeCluster) -> None:
+    trio = cluster()
+    job = Job(trio, nnodes="2:3", places={0: 2, 1: 0, 2: 1})
+    job.start(0, 1, 2)
+    first = job.wait_generation(0, 0, 1, 2)
+    assert first[0]["master_addr"] == trio.addr(1)
+    os.kill(keeper_of(trio, 1), signal.SIGKILL)
+    second = job.wait_generation(1, 0, 1, 2)
+    trio.kill_node(1)
+    third = job.wait_generation(2, 0, 2)
+    assert [world[0][RESTARTS] for world in (first, second, third)] == [0, 1, 2]
+    assert third[0]["master_addr"] == trio.addr(2)
+    job.release()
+    assert job.ends(0, 2) == [0, 0]
+    assert [kind for _, _, kind, _ in job.causes(2)] == ["launcher", "lost-node"]
+    assert trio.leftovers() == []
+
+
+def keeper_of(trio: Cluster, node: int) -> int:
+    [pid] = [pid for pid, title in trio.processes(node).items() if "holdfast store" in title]
+    return pid
