@@ -95,10 +95,10 @@ class Job:
         """The exit codes of nodes, in their order."""
         return [self.cluster.wait_exit(i) for i in nodes]
 
-    def causes(self, i: int) -> list[tuple[int, int, str, str]]:
+    def causes(self, i: int) -> list[tuple[Any, ...]]:
         """What node i knows of each incident: its number, the generation that it ended, its kind and what was done."""
         keys = ("number", "generation", "kind", "action")
-        return [tuple(incident[key] for key in keys) for incident in self.cluster.incidents(i)]  # type: ignore[misc]
+        return [tuple(incident[key] for key in keys) for incident in self.cluster.incidents(i)]
 
     def nodes(self, *flags: str, at: int = 0) -> Any:
         """What `holdfast nodes` tells a program, asked on that node."""

@@ -11,6 +11,7 @@ import pytest
 from cluster.cluster import Cluster, Line, MakeCluster
 from cluster.jobs import TOGETHER, Job
 from cluster.net import MakeNet
+from coordinator.etcd_cluster import wait_for
 
 RESTARTS = "restart_count"
 
@@ -95,6 +96,8 @@ def test_a_coordinator_that_only_stands_by_may_die_and_take_up_where_it_was(clus
     job.start(0, 1, 2)
     job.kill_rank(job.wait_generation(0, 1, 2)[1])
     world = job.wait_generation(1, 1, 2)
+    os.utime(trio.run_dir(0) / "ledger", (0, 0))
+    wait_for(lambda: (trio.run_dir(0) / "ledger").stat().st_mtime > 0)  # kept fresh: an old one would not be taken up
     trio.kill_node(0)
     assert job.goes_on(world)
     job.start(0)
@@ -110,6 +113,18 @@ def test_a_coordinator_that_only_stands_by_may_die_and_take_up_where_it_was(clus
     job.release()
     assert job.ends(0, 2) == [0, 0]
     assert [number for number, *_ in job.causes(2)] == [1, 2, 3]
+    assert trio.leftovers() == []
+
+
+def test_a_job_ends_well_without_its_coordinator(cluster: MakeCluster) -> None:
+    trio = cluster()
+    job = Job(trio, "--spares=1", nnodes="2", places={0: 9, 1: 0, 2: 1}, conf=f"{TOGETHER},close_timeout=1")
+    job.start(0, 1, 2)
+    world = job.wait_generation(0, 1, 2)
+    trio.kill_node(0)
+    assert job.goes_on(world)
+    job.release()
+    assert job.ends(1, 2) == [0, 0]
     assert trio.leftovers() == []
 
 

@@ -40,7 +40,7 @@ def test_garbage_and_half_connections_harm_nothing(cluster: MakeCluster) -> None
     with contextlib.ExitStack() as strangers:
         job.start(0, 1)
         world = job.wait_generation(0, 0, 1)
-        said = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"\xff" * 4096, os.urandom(1 << 20)]
+        said = [b"", b"HOLDFAST\1", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"\xff" * 4096, os.urandom(1 << 20)]
         for words in said * 3:
             stranger = socket.create_connection((pair.addr(0), pair.port))
             strangers.enter_context(stranger)

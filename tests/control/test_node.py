@@ -36,6 +36,7 @@ from holdfast.control.node import (
     HelpersLost,
     HelpersReady,
     KeeperLost,
+    Lease,
     Phase,
     PrepareHelpers,
     Run,
@@ -283,7 +284,13 @@ def test_lost_helpers_take_the_world_with_them_and_are_replaced() -> None:
 
 def test_helpers_lost_before_the_first_world_are_not_replaced() -> None:
     reason = "the janitor was killed while workers were about to start"
-    assert idle().hears(HelpersLost("the janitor was killed")) == [ClearLeftovers(), Finish(Kind.LAUNCHER, reason)]
+    assert preparing().hears(HelpersLost("the janitor was killed")) == [ClearLeftovers(), Finish(Kind.LAUNCHER, reason)]
+
+
+def test_a_spare_gets_new_helpers_though_it_never_had_a_world() -> None:
+    actions = idle().hears(HelpersLost(ZYGOTE))
+    assert every(actions, PrepareHelpers) == [PrepareHelpers()]
+    assert the_told(actions, protocol.Down).ready is False
 
 
 def test_helpers_lost_between_two_worlds_cost_nothing_but_readiness() -> None:
@@ -320,6 +327,6 @@ def test_a_lost_keeper_ends_the_world_and_is_the_cause_unless_it_was_stopping_an
     assert stopping().hears(KeeperLost(0)) == []
 
 
-def test_a_node_that_is_alone_sets_no_timers_but_for_its_ranks() -> None:
+def test_a_node_that_is_alone_has_no_lease_and_no_timers_but_for_its_ranks() -> None:
     story = Story(join_timeout_s=math.inf).runs()
-    assert every(story.log, Timer) == []
+    assert [action for action in story.log if isinstance(action, Lease | Timer)] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 
 import pytest
@@ -324,10 +323,11 @@ def test_the_lease_counts_from_the_beats_own_time_not_from_when_the_answer_was_r
     assert story.hears(protocol.Welcome(0, 0, said_s)) == [Lease(said_s + JOIN_S)]
 
 
-def test_a_node_that_is_alone_has_no_lease_and_no_beats() -> None:
-    story = Story(join_timeout_s=math.inf).runs()
-    assert every(story.log, Lease) == []
-    assert every(story.log, Timer) == []
+def test_a_welcome_alone_does_not_prolong_the_lease_of_ranks_that_a_stop_may_follow_for() -> None:
+    story = cut_off(running())
+    hello, _ = greeting(story)
+    assert story.hears(protocol.Welcome(0, 0, hello.now_s)) == []
+    assert story.hears(protocol.Heard(story.now_s)) == [Lease(story.now_s - 1.0 + JOIN_S)]
 
 
 # -- nobody there -----------------------------------------------------------------------------------------------------

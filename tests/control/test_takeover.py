@@ -126,6 +126,16 @@ def test_a_node_that_comes_back_to_a_broken_world_has_its_ranks_stopped_before_i
     assert [stop.why for stop in job.got("a", protocol.Stop)[1:]] == ["node host-b joined"]
 
 
+def set_aside() -> Job:
+    """Three incidents began at b, and a goes on without it."""
+    job = Job(nodes=(1, 2), max_restarts=9).runs("a", "b")
+    for _ in range(3):
+        job.fails("b")
+        job.down("a")
+        job.now_s += 60.0
+    return job
+
+
 # -- what is remembered -----------------------------------------------------------------------------------------------
 
 
@@ -140,7 +150,7 @@ def test_an_open_incident_is_taken_over_told_to_who_returns_and_closed_on_the_ne
     closed = job.got("a", protocol.Closed)[0].incident
     assert closed.number == 1
     assert closed.recovered_at_s is not None
-    assert closed.recovered_at_s > closed.failed_at_s
+    assert closed.lost_s == closed.recovered_at_s - closed.failed_at_s > 0.0
 
 
 def test_an_incident_that_was_closed_is_not_opened_again() -> None:
@@ -155,18 +165,37 @@ def test_an_incident_that_was_closed_is_not_opened_again() -> None:
 
 
 def test_restarts_quarantine_and_arrivals_survive() -> None:
-    before = Job(nodes=(1, 2), max_restarts=9).runs("a", "b")
-    for _ in range(3):
-        before.fails("b")
-        before.down("a")
-        before.now_s += 60.0
-    job = taken_up(before, nodes=(1, 2), max_restarts=9)
+    job = taken_up(set_aside(), nodes=(1, 2), max_restarts=9)
     assert job.spent == 3
     returns(job, "a", generation=3)
     returns(job, "b", generation=2, running=-1)
     assert job.got("b", protocol.Standby)[0].why.startswith("set aside: 3 incidents")
     job.comes("c")
     assert job.got("c", protocol.Welcome)[0].arrival == 2
+
+
+def test_restarts_that_were_given_back_are_given_back_once() -> None:
+    before = Job(nodes=1, refill_steps=100).runs("a")
+    before.fails("a")
+    before.fails("a")
+    before.says("a", protocol.Beat(9.0, 2, steps=150))
+    job = taken_up(before, nodes=1, refill_steps=100)
+    returns(job, "a", generation=2)
+    job.says("a", protocol.Beat(10.0, 2, steps=160))
+    assert (job.spent, job.coordinator.history.left) == (2, 2)
+    job.says("a", protocol.Beat(11.0, 2, steps=200))
+    assert job.coordinator.history.left == 3
+
+
+def test_a_quarantine_ends_in_its_time_and_once_lifted_does_not_come_back() -> None:
+    before = set_aside()
+    job = taken_up(before, nodes=(1, 2), max_restarts=9)
+    returns(job, "a", generation=3)
+    returns(job, "b", generation=2, running=-1)
+    assert told(job.timer("quarantine"), protocol.Stop) == ["a"]
+    before.says("visitor", protocol.Look(lift="host-b"))
+    assert before.written is not None
+    assert before.written.quarantine == ()
 
 
 def test_when_nobody_remembers_the_job_its_nodes_were_started_anew_and_the_budget_is_whole() -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from coordinator.etcd_cluster import DEADLINE_S, Certificates, Cluster, Relay, encoded, wait_for
-from holdfast.coordinator import etcd as etcd_module
+from holdfast.coordinator import etcd_members
 from holdfast.coordinator.etcd import Deposed, Etcd, EtcdError, Leader
 
 T = TypeVar("T")
@@ -561,7 +561,7 @@ def test_a_login_where_none_is_needed(cluster: Cluster, run_id: str) -> None:
 
 
 def test_client_certificates(tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_module, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(etcd_members, "PATIENCE_S", 0.1)
     ours, theirs = Certificates.make(tmp_path / "ours"), Certificates.make(tmp_path / "theirs")
     cluster = Cluster(tmp_path / "etcd", size=1, certificates=ours)
 
@@ -589,7 +589,7 @@ def test_client_certificates(tmp_path: Path, run_id: str, monkeypatch: pytest.Mo
 
 
 def test_no_member_at_all(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_module, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(etcd_members, "PATIENCE_S", 0.1)
 
     async def test() -> None:
         async with agents(["127.0.0.1:9", "127.0.0.1:10"], run_id, 1) as (etcd,):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -37,12 +39,26 @@ FLAGS_OF_OTHERS = {
     "--workers-stop-timeout": "ft_launcher",
     "--local-rank": "torch.distributed.launch",
     "--use-env": "torch.distributed.launch",
+    "--lift": "holdfast nodes",
+    "--json": "holdfast nodes",
+    "--seed": "holdfast simulate",
+    "--seeds": "holdfast simulate",
+    "--jobs": "holdfast simulate",
+    "--no-kill": "sbatch, srun",
+    "--kill-on-bad-exit": "srun",
+    "--nodes": "sbatch, holdfast simulate",
+    "--ntasks-per-node": "sbatch",
+    "--gpus-per-node": "sbatch",
+    "--cpus-per-task": "sbatch",
+    "--signal": "sbatch",
 }
 
 # What an example only shows: it sets up a checkout or an environment, which tests cannot do in theirs.
 SET_UP = re.compile(r"(?m)(?:^|&&|;)\s*(?:\S*/)?(?:make|git clone|pip3? install|python3? -m (?:venv|pip))(?:\s|$)")
 MAKE = re.compile(r"(?m)(?:^|&&|;)\s*make\b([^&;|#\n]*)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|^\[[^\]]+\]:\s*(\S+)", re.M)
+# Ports at which the examples' nodes meet. Tests take free ones, so that they run beside each other.
+PORT = re.compile(r"\b29[45]00\b")
 FLAG = re.compile(r"(?<![\w#-])--[a-z][\w-]*")
 
 
@@ -119,20 +135,23 @@ def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     folder, temporary = tmp_path / "here", tmp_path / "tmp"
     folder.mkdir()
     temporary.mkdir()
+    text = PORT.sub(str(free_port()), block.text)
     shutil.copy(TRAIN, folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
     env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "TMPDIR": str(temporary)}
+    env["XDG_CONFIG_HOME"] = str(tmp_path / "config")  # the nodes' secret is not the user's
     if block.language == "python":
-        (folder / "example.py").write_text(block.text)
+        (folder / "example.py").write_text(text)
         command = ["python", "example.py"]
     else:
-        command = ["bash", "-eu", "-c", block.text]
+        command = ["bash", "-eu", "-c", text]
     code, output = run(command, folder, env)
     assert code == block.exits, f"{block}\n{block.text}\nprinted:\n{output}"
 
 
 def run(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int | None, str]:
-    """Its exit code and all it printed; no code if it took too long, and then nothing of it is left either."""
+    """Its exit code and all it printed; no code if it took too long. Nothing of it is left, nodes in the background
+    included."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -147,7 +166,14 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int | No
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return None, process.communicate()[0]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, output
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_set_up], ids=str)
@@ -185,4 +211,4 @@ def test_the_readme_is_short() -> None:
 def test_examples_are_found() -> None:
     """Should the finder go blind, nothing would fail."""
     assert {block.language for block in EXAMPLES} == {"bash", "python"}
-    assert {block.document.name for block in EXAMPLES} >= {"run.md", "api.md"}
+    assert {block.document.name for block in EXAMPLES} >= {"run.md", "api.md", "cluster.md"}

@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 from holdfast import linux
-from holdfast.agent import preflight
+from holdfast.agent import joining, preflight
 from holdfast.agent.console import Console
-from holdfast.agent.link import Alone, Line, Link
-from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs, std_of
+from holdfast.agent.link import Link
+from holdfast.agent.log_plugins import LogPlanner
+from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs
 from holdfast.agent.memory import OomWatch
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
@@ -31,8 +32,7 @@ from holdfast.control import node as nodes
 from holdfast.control import protocol, restarts
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
 from holdfast.control.incidents import Incident
-from holdfast.control.worlds import World, worker_env
-from holdfast.coordinator import ledger
+from holdfast.control.worlds import World
 from holdfast.observe import error_file, torchelastic
 from holdfast.observe.events import Sink
 from holdfast.wire import messages
@@ -84,7 +84,6 @@ class Agent:
         self._helpers_ready = False
         self._stop_signal: int | None = None
         self._threads: int | None = None
-        self._plan: asyncio.Future[messages.LogsPlanned] | None = None
         self._learned = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -101,6 +100,7 @@ class Agent:
         self._take_signals()
         self._env = self._workers_env()
         self._helpers = Zygotes(loop, self._env, self._from_zygote, self._helpers_lost)
+        self._planner = LogPlanner(self._options, self._helpers)
         self._helpers.start()  # torch takes longest: it begins to load while the rest is set up
         loop.set_exception_handler(self._broken)
         try:
@@ -172,48 +172,13 @@ class Agent:
             program=msgspec.to_builtins(options.program),
             pid=os.getpid(),
         )
-        self._node = self._make_node(nproc)
-        self._link = link = self._make_link(run_dir)
+        self._node = joining.make_node(options, self._id, nproc)
+        self._link = link = joining.make_link(options, self._id, self._decide, self._advance, self.say, run_dir)
         for action in self._node.begin():
             self._do(action)
         link.start()
         if self._stop_signal is not None:
             self._advance(nodes.StopRequested(self._stop_signal))
-
-    def _make_node(self, nproc: int) -> nodes.Node:
-        options, settings, cluster = self._options, self._options.settings, self._options.cluster
-        hello = protocol.Hello(
-            version=protocol.VERSION,
-            node=self._id,
-            host=cluster.local_addr if cluster is not None and cluster.local_addr else socket.gethostname(),
-            addr="",
-            local_size=nproc,
-            store_port=0,
-            role=options.role,
-            order=cluster.order if cluster is not None else None,
-            settings=f"--nnodes={settings.min_nodes}:{settings.max_nodes} --max-restarts={settings.max_restarts}",
-        )
-        if cluster is None:
-            return nodes.Node(hello, options.shutdown_timeout_s)
-        return nodes.Node(
-            hello, options.shutdown_timeout_s, settings.join_timeout_s, cluster.close_timeout_s, settings.beat_s
-        )
-
-    def _make_link(self, run_dir: RunDirectory) -> Alone | Line:
-        options = self._options
-        if options.cluster is None:
-            return Alone(options.master_addr, self._id, options.settings, self._decide, self._advance)
-        return Line(
-            options.cluster,
-            options.settings,
-            self._id,
-            self._decide,
-            self._advance,
-            self.say,
-            run_dir.join(ledger.NAME),
-            os.path.join(run_dir.siblings, ledger.NAME),
-            preflight.tls(options.cluster),
-        )
 
     def _workers_env(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -300,8 +265,8 @@ class Agent:
                 self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
             case messages.Exited() if self._world is not None:
                 self._process_ended(self._world, self._world.exited(message))
-            case messages.LogsPlanned() if self._plan is not None:
-                self._plan.set_result(message)
+            case messages.LogsPlanned():
+                self._planner.answered(message)
 
     def _zygote_ready(self, ready: messages.Ready) -> None:
         if self._helpers_ready:
@@ -434,7 +399,7 @@ class Agent:
         if self._options.logs_plugin is None:
             self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
         else:
-            self._planning = self._loop.create_task(self._start_ranks_as_planned(running, self._options.logs_plugin))
+            self._planning = self._loop.create_task(self._start_ranks_as_planned(running))
             self._planning.add_done_callback(lambda task: task.result())
 
     def _start_ranks(self, running: RunningWorld, destinations: dict[int, Destination], filtered: str = "") -> None:
@@ -442,28 +407,13 @@ class Agent:
         folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
         running.launch(self._options, self._env, destinations, self._plumbing, folder, self._threads)
 
-    async def _start_ranks_as_planned(self, running: RunningWorld, plugin: str) -> None:
-        """Ask the user's `torchrun.logs_specs` plug-in, which lives in the zygote since it needs torch."""
-        options, ranks = self._options, range(running.world.local_size)
-        self._plan = self._loop.create_future()
-        self._helpers.request(
-            messages.PlanLogs(
-                plugin=plugin,
-                log_dir=options.log_dir,
-                redirects={rank: std_of(options.redirects, rank) for rank in ranks},
-                tee={rank: std_of(options.tee, rank) for rank in ranks},
-                local_ranks=tuple(options.local_ranks) if options.local_ranks is not None else None,
-                envs={rank: worker_env(running.world, rank, self._env) for rank in ranks},
-            )
-        )
-        plan = await self._plan
-        self._plan = None
-        if plan.error:
-            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, f"--logs-specs {plugin}: {plan.error}"))
+    async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
+        try:
+            plan = await self._planner.plan(running.world, self._env)
+        except preflight.Refused as refusal:
+            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, str(refusal)))
             return
-        self._start_ranks(
-            running, {rank: _planned(plan, rank) for rank in ranks}, os.path.dirname(plan.filtered_stdout)
-        )
+        self._start_ranks(running, plan.destinations, plan.filtered_dir)
 
     def _close_world(self) -> None:
         if self._world is not None:
@@ -491,15 +441,3 @@ class Agent:
             if rank is not None and rank - first in self._destinations
             else ""
         )
-
-
-def _planned(plan: messages.LogsPlanned, rank: int) -> Destination:
-    stdout, stderr = plan.stdouts.get(rank, ""), plan.stderrs.get(rank, "")
-    return Destination(
-        stdout_file="" if stdout == os.devnull else stdout,
-        stderr_file="" if stderr == os.devnull else stderr,
-        stdout_console=not stdout or rank in plan.tee_stdouts,
-        stderr_console=not stderr or rank in plan.tee_stderrs,
-        prefixed=rank in plan.tee_stdouts or rank in plan.tee_stderrs,
-        error_file=plan.error_files.get(rank, ""),
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import random
 import socket
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 Post = Callable[[nodes.Event], None]
 Say = Callable[[str], None]
+Answers = asyncio.Queue[protocol.ToAgent]
+Addresses = Sequence[tuple[Any, ...]]  # as getaddrinfo gives them
 
 FIRST_PAUSE_S = 0.02
 LAST_PAUSE_S = 1.0
@@ -107,7 +110,7 @@ class Line:
         self._host: Host | None = None
         self._desk: Desk | None = None
         self._met = False  # a coordinator of this job, ever
-        self._answers: asyncio.Queue[protocol.ToAgent] = asyncio.Queue()
+        self._answers: Answers = asyncio.Queue()  # of the present connection, before it is known to be the right one
         self._over = asyncio.Event()  # the present contact
         self._etcd: Etcd | None = None
         self._task: asyncio.Task[None] | None = None
@@ -180,9 +183,7 @@ class Line:
     async def _meet_at_endpoint(self) -> bool:
         """With c10d the agent that can listen at the endpoint is the coordinator; the address tells which host that is,
         and the kernel which of several agents on it."""
-        [(host, port)] = self._cluster.endpoints
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        host, port, found = await self._endpoint()
         if self._cluster.is_host is not False:
             listener, taken = _listen(found)
             if listener is not None:
@@ -191,6 +192,19 @@ class Line:
         else:
             taken = False
         return await self._join(host, port, local=taken)
+
+    async def _endpoint(self) -> tuple[str, int, Addresses]:
+        """Where to listen, or else to connect. Debian, for one, has a machine's own name in /etc/hosts as 127.0.1.1."""
+        [(host, port)] = self._cluster.endpoints
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        if self._cluster.is_host is False or not _leads_home(host, found):
+            return host, port, found
+        if addr := self._cluster.local_addr:
+            return addr, port, await loop.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+        where = f"{host} is {found[0][4][0]!s} on this machine, where other machines cannot reach it"
+        self._say_once(f"{where}; correct its /etc/hosts, or give --local-addr here")
+        return host, port, found
 
     async def _join(self, host: str, port: int, local: bool) -> bool:
         peer = await self._connect(host, port)
@@ -203,7 +217,7 @@ class Line:
                 peer.send(protocol.Seek(self._settings.run_id))
                 answer = await asyncio.wait_for(self._answers.get(), CONNECT_S)
             if isinstance(answer, protocol.Nobody) and local:
-                await self._coordinate_next_to(peer, host)
+                await self._coordinate_next_to(peer)
                 return True
             if not isinstance(answer, protocol.Here):
                 return False
@@ -220,8 +234,9 @@ class Line:
             peer.close()
 
     async def _connect(self, host: str, port: int) -> wire.Peer:
-        self._answers = asyncio.Queue()
-        self._over = over = asyncio.Event()
+        answers: Answers = asyncio.Queue()
+        over = asyncio.Event()
+        self._answers, self._over = answers, over
 
         def make() -> wire.Peer:
             return wire.Peer(
@@ -229,57 +244,55 @@ class Line:
                 self._cluster.secret,
                 protocol.ToAgent,
                 on_ready=lambda peer: None,
-                on_message=self._from_peer,
-                on_closed=lambda peer, why: self._peer_closed(over),
+                on_message=lambda peer, message: self._from_peer(peer, message, answers),
+                on_closed=lambda peer, why: self._peer_closed(over, answers),
             )
 
         return await asyncio.wait_for(wire.connect(host, port, make, ssl=self._client_tls), CONNECT_S)
 
-    def _from_peer(self, peer: wire.Peer, message: protocol.ToAgent) -> None:
+    def _from_peer(self, peer: wire.Peer, message: protocol.ToAgent, answers: Answers) -> None:
         if peer is self._peer:
             self._post(message)
         else:
-            self._answers.put_nowait(message)
+            answers.put_nowait(message)
 
-    def _peer_closed(self, over: asyncio.Event) -> None:
+    def _peer_closed(self, over: asyncio.Event, answers: Answers) -> None:
         over.set()
-        self._answers.put_nowait(protocol.Nobody())
+        answers.put_nowait(protocol.Nobody())
 
     # -- being it -----------------------------------------------------------------------------------------------------
 
     async def _coordinate(self, listener: socket.socket) -> None:
-        """Be the coordinator at the endpoint, with what an earlier life of it left."""
+        """Be the coordinator of a job without etcd, with what an earlier life of it left."""
         found = ledger.find(self._ledger_pattern, self._settings.run_id, self._settings.join_timeout_s)
-        if found is not None:
+        if found is not None and found.generation >= 0:
             self._say(f"taking up the job at generation {found.generation}, restart {found.history.spent}")
         self.addr = self._cluster.local_addr or listener.getsockname()[0]
         file = ledger.File(self._ledger_path, self._say) if self._ledger_path is not None else ledger.Memory()
         await self._host_job(listener, found.term + 1 if found is not None else 0, found, file)
 
-    async def _coordinate_next_to(self, desk: wire.Peer, host: str) -> None:
+    async def _coordinate_next_to(self, desk: wire.Peer) -> None:
         """Another job has the endpoint: coordinate at another port, and have its desk send our nodes here. When that
         job ends, its port is free, and whoever of us comes first takes it."""
-        self.addr = self._cluster.local_addr or desk.local_host
-        listener = socket.create_server((desk.local_host, 0), family=_family(desk.local_host), backlog=wire.BACKLOG)
+        addr = desk.remote_host  # the endpoint's own: a second address of this machine is not where it connects from
+        listener = socket.create_server((addr, 0), family=_family(addr), backlog=wire.BACKLOG)
         desk.send(protocol.Register(self._settings.run_id, listener.getsockname()[1]))
         reclaiming = asyncio.get_running_loop().create_task(self._take_endpoint_later(self._over))
         try:
-            file = ledger.File(self._ledger_path, self._say) if self._ledger_path is not None else ledger.Memory()
-            await self._host_job(listener, 0, None, file)
+            await self._coordinate(listener)
         finally:
             reclaiming.cancel()
 
     async def _take_endpoint_later(self, desk_closed: asyncio.Event) -> None:
-        [(host, port)] = self._cluster.endpoints
         while True:
             await desk_closed.wait()
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            listener, _ = _listen(found)
-            if listener is not None and self._desk is not None:
-                await self._desk.open(listener)
-                return
-            with contextlib.suppress(OSError, Broken, TimeoutError):  # yet another job was faster: register there
-                peer = await self._connect(host, port)
+            with contextlib.suppress(OSError, Broken, TimeoutError):
+                host, port, found = await self._endpoint()
+                listener, _ = _listen(found)
+                if listener is not None and self._desk is not None:
+                    await self._desk.open(listener)
+                    return
+                peer = await self._connect(host, port)  # yet another job was faster: register there
                 desk_closed = self._over
                 if self._desk is not None:
                     peer.send(protocol.Register(self._settings.run_id, self._desk.port))
@@ -384,9 +397,16 @@ def open_etcd(cluster: Cluster, run_id: str) -> Etcd:
     )
 
 
-def _listen(found: Sequence[tuple[Any, ...]]) -> tuple[socket.socket | None, bool]:
-    """A socket at one of these addresses, if it is this machine's; and whether one is but is taken."""
-    taken = False
+def _leads_home(host: str, found: Addresses) -> bool:
+    """Whether a name that others know as this machine's is a loopback address here."""
+    addresses = {address[0] for *_, address in found}
+    named = host not in addresses and not host.startswith("localhost")
+    return named and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def _listen(found: Addresses) -> tuple[socket.socket | None, bool]:
+    """A socket at the first of these addresses that is this machine's; and whether there is one, but it is taken. The
+    next one will not do then: whoever took the first has the name, and localhost often has two."""
     for family, kind, proto, _, address in found:
         listener = socket.socket(family, kind, proto)
         try:
@@ -396,8 +416,9 @@ def _listen(found: Sequence[tuple[Any, ...]]) -> tuple[socket.socket | None, boo
             return listener, False
         except OSError as failure:
             listener.close()
-            taken = taken or failure.errno == errno.EADDRINUSE
-    return None, taken
+            if failure.errno == errno.EADDRINUSE:
+                return None, True
+    return None, False
 
 
 async def _address_towards(endpoints: tuple[tuple[str, int], ...]) -> str:

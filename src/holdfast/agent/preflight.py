@@ -59,9 +59,12 @@ def tls(cluster: Cluster) -> tuple[SSLContext, SSLContext] | None:
     """The contexts of both sides: a node is one or the other, as it comes."""
     if cluster.tls is None:
         return None
-    from holdfast.wire.tls import client_context, server_context
+    from holdfast.wire.tls import TlsError, client_context, server_context
 
-    return server_context(*cluster.tls), client_context(*cluster.tls)
+    try:
+        return server_context(*cluster.tls), client_context(*cluster.tls)
+    except TlsError as failure:
+        raise Refused(str(failure)) from None
 
 
 def check_gpus(nproc: int) -> None:

@@ -7,6 +7,7 @@ import socket
 import uuid
 from argparse import Namespace
 
+from holdfast.agent import preflight
 from holdfast.agent.options import Cluster, EtcdAccess
 from holdfast.agent.preflight import Refused
 from holdfast.cli.usage import Usage, one_of
@@ -31,10 +32,7 @@ WITHOUT_EFFECT = RDZV_KEYS[-8:]
 def check(args: Namespace) -> None:
     """Refuse what cannot be meant, before anything is started."""
     smallest, largest = nodes(args.nnodes)
-    one_of("--rdzv-backend", args.rdzv_backend, BACKENDS)
-    if args.rdzv_backend == "etcd-v2":
-        raise Usage("--rdzv-backend=etcd-v2: etcd 3.6 has no v2 any more; use --rdzv-backend=etcd")
-    conf(args)
+    check_contact(args)
     if args.standalone:
         if smallest > 1:
             raise Usage(f"--standalone is one node, --nnodes={args.nnodes} is not; leave one of them out")
@@ -44,17 +42,27 @@ def check(args: Namespace) -> None:
         endpoints(args)
     if smallest > 1 and args.rdzv_backend in ("c10d", "etcd") and not args.rdzv_endpoint:
         raise Usage(f"--rdzv-backend={args.rdzv_backend} needs --rdzv-endpoint, the same on every node")
-    if args.rdzv_backend == "static" and largest > 1 and smallest != largest and smallest > 1:
+    if args.rdzv_backend == "static" and smallest != largest and (smallest > 1 or args.rdzv_endpoint):
         raise Usage(f"--nnodes={args.nnodes}: a range needs --rdzv-backend=c10d or etcd, and --rdzv-endpoint")
     if args.rdzv_backend == "static" and args.node_rank >= largest > 1:
         raise Usage(f"--node-rank={args.node_rank} is not below --nnodes={largest}")
+    _check_addresses(args)
+
+
+def check_contact(args: Namespace) -> None:
+    """Of how nodes find and trust each other, what can be wrong whatever their number."""
+    one_of("--rdzv-backend", args.rdzv_backend, BACKENDS)
+    if args.rdzv_backend == "etcd-v2":
+        raise Usage("--rdzv-backend=etcd-v2: etcd 3.6 has no v2 any more; use --rdzv-backend=etcd")
+    conf(args)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise Usage("--tls-cert and --tls-key belong together")
     if args.tls_cert is not None and args.tls_ca is None:
         raise Usage("--tls-cert needs --tls-ca, so that the other end can be checked")
+    if args.tls_ca is not None and args.tls_cert is None:
+        raise Usage("--tls-ca needs --tls-cert and --tls-key: every node shows who it is")
     if args.insecure and args.secret_file is not None:
         raise Usage("--insecure and --secret-file exclude each other")
-    _check_addresses(args)
 
 
 def _check_addresses(args: Namespace) -> None:
@@ -88,14 +96,14 @@ def settings(args: Namespace) -> Settings:
 
 
 def read(args: Namespace) -> Cluster:
-    """How this node finds and trusts the others. Raises Refused where the secret cannot be had."""
+    """How this node finds and trusts the others. Raises Refused where the secret or a certificate cannot be had."""
     given = conf(args)
     static = args.rdzv_backend == "static"
     try:
         shared = secret.INSECURE if args.insecure else secret.load(args.secret_file)
     except secret.SecretError as missing:
         raise Refused(str(missing)) from None
-    return Cluster(
+    found = Cluster(
         backend="etcd" if args.rdzv_backend == "etcd" else "c10d",
         endpoints=endpoints(args),
         secret=shared,
@@ -112,6 +120,8 @@ def read(args: Namespace) -> Cluster:
             password=os.environ.get("HOLDFAST_ETCD_PASSWORD") if "user" in given else None,
         ),
     )
+    preflight.tls(found)
+    return found
 
 
 def notes(args: Namespace) -> list[str]:
@@ -185,7 +195,7 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
         host, port = text, str(default)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or "," in host or not port.isdigit() or not 0 < int(port) < 65536:
         raise Usage(f"--rdzv-endpoint={text}: HOST or HOST:PORT is meant, for example node1:29400")
     return unbracketed(host), int(port)
 

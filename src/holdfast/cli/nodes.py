@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(list(argv), argparse.Namespace(given=set(), spares=1, nnodes="1:2", standalone=False))
     try:
+        cluster.check_contact(args)
         if not args.rdzv_endpoint:
             raise Usage("--rdzv-endpoint is needed, as it was given to holdfast run")
         found = asyncio.run(_ask(cluster.read(args), args.rdzv_id, args.lift))

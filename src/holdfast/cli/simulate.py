@@ -15,7 +15,7 @@ SHOWN = 60  # of the last events before a violation
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="holdfast simulate",
-        description="Run simulated jobs on virtual time, each with its own faults, and check that every invariant holds.",
+        description="Run simulated jobs on virtual time, each with its own faults, and check that all invariants hold.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seed", type=int, help="run this one, and show its timeline")

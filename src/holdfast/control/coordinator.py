@@ -167,6 +167,7 @@ class Coordinator:
             # Another job, under the same name. Whoever missed the end of the last one is told when it comes.
             return [*actions, Write(self._record(now_s)), *self._gather(now_s)]
         self.quarantine.restore(record.quarantine, now_s)
+        actions += [Timer("quarantine", 0, left_s) for _, _, left_s in record.quarantine]
         self.first_call_over = record.generation >= 0
         if record.incident is not None:
             self.incident = protocol.shifted(record.incident, now_s)
@@ -178,6 +179,7 @@ class Coordinator:
         # A world that may well be running: its nodes get the time to say so.
         self._seat(record.seats, now_s)
         self.absent = set(self.seats)
+        self.refill_mark = record.refill_mark
         self.steps_seen = self.inherited = True
         self.heard_s = now_s
         self._enter(Phase.RUNNING)
@@ -202,8 +204,10 @@ class Coordinator:
         return []
 
     def _write_ahead(self, now_s: float, actions: list[Action]) -> list[Action]:
-        """What one event led to is written once, as it stands in the end, before anybody hears of any of it."""
-        if not any(isinstance(action, Write) for action in actions):
+        """What one event led to is written once, as it stands in the end, before anybody hears of any of it. Only what
+        is written last of all is so on purpose: that something has been told."""
+        writes = [index for index, action in enumerate(actions) if isinstance(action, Write)]
+        if not writes or writes == [len(actions) - 1]:
             return actions
         return [Write(self._record(now_s)), *(action for action in actions if not isinstance(action, Write))]
 
@@ -218,7 +222,7 @@ class Coordinator:
         member.missed, member.heard_s = 0, now_s
         match message:
             case protocol.Beat():
-                return [Send(node, protocol.Heard(message.now_s)), *self._progress(message)]
+                return [Send(node, protocol.Heard(message.now_s)), *self._progress(now_s, message)]
             case protocol.Started(generation=generation) if generation == self.generation:
                 self.unstarted.discard(node)
                 if not self.unstarted and self.incident is not None and self.incident.started_at_s is None:
@@ -640,26 +644,32 @@ class Coordinator:
 
     # -- the world runs -----------------------------------------------------------------------------------------------
 
-    def _progress(self, beat: protocol.Beat) -> list[Action]:
+    def _progress(self, now_s: float, beat: protocol.Beat) -> list[Action]:
         if beat.generation != self.generation or beat.steps <= self.world_steps or self.phase is not Phase.RUNNING:
             return []
         self.world_steps = beat.steps
         self.steps_known = self.steps_seen = True
-        refill = self.settings.refill_steps
+        refill, given = self.settings.refill_steps, self.history.refilled
         while refill and self.world_steps >= self.refill_mark + refill:
             self.refill_mark += refill
             if self.history.refilled < self.history.spent:
                 self.history = self.history.refunded()
-        return []
+        return [Write(self._record(now_s))] if self.history.refilled > given else []
 
     def _stepped(self, now_s: float, node: str, at_s: float) -> list[Action]:
         self.steps_known = self.steps_seen = True
         self.unstepped.discard(node)
         if self.unstepped or self.incident is None or self.phase is not Phase.RUNNING:
             return []
-        self.incident = _with(self.incident, recovered_at_s=max(at_s, self.incident.launched_at_s or at_s))
+        recovered_at_s = max(at_s, self.incident.launched_at_s or at_s)
+        started_at_s = self.incident.started_at_s  # it may have been told to an earlier coordinator alone
+        self.incident = _with(
+            self.incident,
+            started_at_s=recovered_at_s if started_at_s is None else started_at_s,
+            recovered_at_s=recovered_at_s,
+        )
         closed = self._close_incident(now_s)
-        return [Write(self._record(now_s)), *closed]  # a next coordinator must not close it again
+        return [*closed, Write(self._record(now_s))]  # a next coordinator must not close it again
 
     def _close_incident(self, now_s: float, failed_again_at_s: float | None = None) -> list[Action]:
         if self.incident is None:
@@ -715,7 +725,7 @@ class Coordinator:
             return [Timer("join", self.epoch, left_s + settings.node_timeout_s)]
         if chosen := choose(settings, available, tuple(self.seats.values())):
             return self._form(now_s, chosen)  # without those that were about to be available
-        wanted = f"{len(self.members)} of {settings.min_nodes} nodes came"
+        wanted = f"{len(available)} of {settings.min_nodes} nodes came"
         lost = f"; lost: {', '.join(dict.fromkeys(self.missing[-8:]))}" if self.missing else ""
         reason = f"{wanted} within {settings.join_timeout_s:g} s{lost}; start the others, or lower --nnodes"
         return self._finish(now_s, Kind.LOST_NODE, reason)
@@ -765,6 +775,7 @@ class Coordinator:
             incidents=self.incidents,
             steps=self.steps,
             arrivals=self.arrivals,
+            refill_mark=self.refill_mark,
             seats=tuple(self.seats.values()),
             settled=self.phase not in (Phase.RUNNING, Phase.STOPPING),
             confirmed=self.confirmed,
@@ -795,7 +806,7 @@ class Coordinator:
             count=len(self.members),
             lifted=lifted,
         )
-        return [Send(visitor, answer), *(self._consider(now_s) if lifted else [])]
+        return [Send(visitor, answer), *([Write(self._record(now_s)), *self._consider(now_s)] if lifted else [])]
 
     def _state(self, node: str, member: Member) -> tuple[str, str]:
         if held := self.quarantine.why(member.hello.host):

@@ -91,6 +91,7 @@ class Record(msgspec.Struct, frozen=True):
     incidents: int = 0
     steps: int = 0
     arrivals: int = 0
+    refill_mark: int = 0  # the steps of the world for which restarts were given back
     seats: tuple[Seat, ...] = ()  # of the world of that generation
     settled: bool = False  # what ended that world has been decided on; its nodes may still have to be fenced
     confirmed: bool = True  # they need not: one of them has said that its ranks are gone

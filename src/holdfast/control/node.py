@@ -211,7 +211,7 @@ class Node:
         self.steps = 0  # in worlds that have ended
         self.over: Finish | None = None  # how to finish once the ranks are gone
         self.fit = True
-        self.opened = (-1, 0)  # generation and number of the last incident that this node heard of
+        self.opened = self.closed = (-1, 0)  # generation and number of the last incident that this node heard of
 
     def begin(self) -> list[Action]:
         return [PrepareHelpers(), *self._wait_for_contact()]
@@ -225,6 +225,9 @@ class Node:
                 self.opened = (incident.generation, incident.number)
                 return [Opened(protocol.shifted(incident, now_s - theirs_s))]
             case protocol.Closed(incident=incident, now_s=theirs_s):
+                if (incident.generation, incident.number) == self.closed:
+                    return []
+                self.closed = (incident.generation, incident.number)
                 return [Closed(protocol.shifted(incident, now_s - theirs_s))]
             case _ if self.phase is Phase.DONE:
                 return []
@@ -268,8 +271,7 @@ class Node:
                     return [HangUp("it has been replaced by a newer coordinator")]
                 self.term, self.arrival = term, arrival
                 self.welcomed = said_s == self.greeted_at_s  # else it is the answer to an earlier contact's greeting
-                # Whether ranks that are there may go on is not known yet. A stop follows if not, or else the next beat's
-                # answer.
+                # Whether ranks that are there may go on is not known yet: either a stop follows, or the answer to a beat.
                 return [] if self.live else self._lease(said_s)
             case protocol.Heard(said_s=said_s):
                 return self._lease(said_s)
@@ -306,8 +308,7 @@ class Node:
         self.missed += self.greeted  # before that nothing was said that could be answered
         if self.missed > BEATS:
             return [HangUp("it has been silent")]
-        running = self.world.generation if self.world is not None and self.live else -1
-        return [*self._tell(protocol.Beat(now_s, running)), *self._set_beat()]
+        return [*self._tell(protocol.Beat(now_s, self._running)), *self._set_beat()]
 
     def _lease(self, said_s: float) -> list[Action]:
         if math.isinf(self.join_timeout_s) or self.phase is Phase.STOPPING:
@@ -328,7 +329,7 @@ class Node:
             term=self.term,
             generation=self.generation,
             restarts=self.restarts,
-            running=self.world.generation if self.world is not None and self.live else -1,
+            running=self._running,
             ready=self.helpers,
             now_s=now_s,
         )
@@ -469,7 +470,7 @@ class Node:
         if self.stop_signal is not None or self.over is not None:
             told = self._tell(self._end_of_world(now_s)) if had_ranks else []
             return [ClearLeftovers(), *told, *self._finish(self.over or self._preempted())]
-        if self.generation < 0:
+        if self.generation < 0 and not self.greeted:
             # Before the first world: something is wrong with this node, and the next try would find the same.
             return [
                 ClearLeftovers(),
@@ -554,6 +555,13 @@ class Node:
         return [Signal(tuple(sorted(self.live)), signum, why)]
 
     # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> int:
+        """The generation that has ranks here, or will have as soon as there are helpers."""
+        if self.world is not None and self.live:
+            return self.world.generation
+        return self.pending.generation if self.pending is not None else -1
 
     def _is_running(self, generation: int) -> bool:
         return self.phase is Phase.RUNNING and self.world is not None and self.world.generation == generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from holdfast.simulate.server import QUIET, Server
 from holdfast.wire.messages import Raised
 
 if TYPE_CHECKING:
+    from holdfast.control.membership import Record
     from holdfast.simulate.simulation import Simulation
 
 FIRST_PAUSE_S = 0.02
@@ -36,6 +37,7 @@ class Agent(Process):
         self.settings = sim.scenario.settings
         self.node_id = f"{host.name}.{host.agents}"
         self.may_write = True
+        self.stops_after_beat = False  # so that the answer lies in its buffer for as long as it is stopped
         self.finished: machine.Finish | None = None
         self.server: Server | None = None
         self.group: Group | None = None
@@ -123,7 +125,7 @@ class Agent(Process):
         if won is None:
             self._look_again()
             return
-        leader, record = won  # type: ignore[misc]
+        leader, record = cast("tuple[Leader, Record | None]", won)
         self._coordinate(leader.term, record)
 
     def _coordinate(self, term: int, record: Any) -> None:
@@ -253,6 +255,8 @@ class Agent(Process):
             self.server.receive(self.node_id, message)
         elif self.wire is not None:
             self.wire.send(message)
+            if self.stops_after_beat and isinstance(message, protocol.Beat):
+                self.frozen, self.stops_after_beat = True, False
 
     def _helpers_ready(self, number: int) -> None:
         if number == self._helpers:

@@ -15,6 +15,8 @@ from holdfast.control import membership, protocol
 from holdfast.control import node as nodes
 from holdfast.control.coordinator import Coordinator
 from holdfast.control.node import Node
+from holdfast.control.quarantine import Quarantine
+from holdfast.control.restarts import History
 from holdfast.simulate.ledgers import Etcd
 from holdfast.simulate.ranks import Training
 from holdfast.simulate.server import Server
@@ -36,30 +38,35 @@ def lease_ignored() -> Any:
     return mock.patch.object(Training, "_is_able", is_able)
 
 
-def lease_from_receipt() -> Any:
+@contextlib.contextmanager
+def lease_from_receipt() -> Iterator[None]:
     """A lease counts from when the answer was read, not from when the question was asked."""
+    read_s = 0.0
 
-    def make(real: Any) -> Any:
+    def make_handle(real: Any) -> Any:
         def handle(self: Node, now_s: float, event: Any) -> Any:
-            if isinstance(event, protocol.Heard | protocol.Welcome):
-                event = msgspec.structs.replace(event, said_s=now_s)
-                self.greeted_at_s = now_s
+            nonlocal read_s
+            read_s = now_s
             return real(self, now_s, event)
 
         return handle
 
-    return _instead(Node, "handle", make)
+    def make_lease(real: Any) -> Any:
+        return lambda self, said_s: real(self, read_s)
+
+    with _instead(Node, "handle", make_handle), _instead(Node, "_lease", make_lease):
+        yield
 
 
 def charged_twice() -> Any:
     def make(real: Any) -> Any:
         return lambda self: real(real(self))
 
-    return _instead(coordinators.History, "charged", make)
+    return _instead(History, "charged", make)
 
 
 def never_charged() -> Any:
-    return mock.patch.object(coordinators.History, "charged", lambda self: self)
+    return mock.patch.object(History, "charged", lambda self: self)
 
 
 def charged_per_node() -> Any:
@@ -77,7 +84,7 @@ def charged_per_node() -> Any:
 
 
 def budget_ignored() -> Any:
-    return mock.patch.object(coordinators.History, "left", property(lambda self: 1))
+    return mock.patch.object(History, "left", property(lambda self: 1))
 
 
 def generation_forgotten() -> Any:
@@ -224,7 +231,7 @@ def spare_not_released() -> Any:
 
 
 def quarantine_ignored() -> Any:
-    return mock.patch.object(coordinators.Quarantine, "holds", lambda self, host: False)
+    return mock.patch.object(Quarantine, "holds", lambda self, host: False)
 
 
 def leaver_taken() -> Any:
@@ -324,4 +331,3 @@ def find(bug: Bug, seeds: Iterator[int] | range) -> tuple[int, str, str] | None:
             if result.invariant:
                 return seed, result.invariant, result.text
     return None
-

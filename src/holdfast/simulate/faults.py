@@ -162,9 +162,16 @@ class Faults:
             return False
         duration_s = self._duration_s()
         self._note(f"{agent.node_id} is stopped for {duration_s:.1f} s")
-        agent.frozen = True
+        self._stop(agent)
         self.timeline.after(duration_s, self._thaw, agent.host)
         return True
+
+    def _stop(self, agent: Agent) -> None:
+        """At once, or right after its next beat."""
+        if agent.wire is not None and self.random.random() < 0.4:
+            agent.stops_after_beat = True
+        else:
+            agent.frozen = True
 
     def _machine_freeze(self) -> bool:
         agent = self._some_agent()
@@ -179,6 +186,8 @@ class Faults:
     def _thaw(self, host: Host) -> None:
         thawed = [agent for agent in self.sim.agents if agent.host is host and (agent.frozen or host.frozen)]
         host.frozen = False
+        if host.agent is not None:
+            host.agent.stops_after_beat = False
         for agent in thawed:
             agent.frozen = False
             self._note(f"{agent.node_id} goes on")
@@ -331,7 +340,7 @@ class Faults:
             return self._sever(pairs, f"{' '.join(inside)} and all others are parted", duration_s)
         self._note(f"the agents of the world are stopped for {duration_s:.1f} s")
         for agent in running:
-            agent.frozen = True
+            self._stop(agent)
             self.timeline.after(duration_s, self._thaw, agent.host)
         return True
 

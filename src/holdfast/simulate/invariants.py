@@ -1,8 +1,9 @@
-"""What must hold in every run, simulated or real: a checker that is told what happened, in order, and raises at the first
-thing that must not be."""
+"""What must hold in every run, simulated or real: a checker that is told what happened, in order, and raises at the
+first thing that must not be."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 import msgspec
@@ -111,6 +112,7 @@ class Ended(msgspec.Struct, frozen=True):
     reason: str
     fit: int  # nodes that were there and could have been used
     leaving: bool  # some node was told to go
+    reached: tuple[str, ...] = ()  # nodes that must have heard it
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -131,8 +133,9 @@ Event = (
 class Plan:
     """What is known of one world."""
 
-    def __init__(self, world: World, at_s: float) -> None:
+    def __init__(self, world: World, term: int, at_s: float) -> None:
         self.world = world
+        self.term = term
         self.at_s = at_s
         self.shares: dict[int, tuple[str, World]] = {}
         self.incident: Incident | None = None
@@ -215,7 +218,7 @@ class Checker:
             raise Violation("generations", f"generation {generation} comes after {self.newest}")
         if not settings.min_nodes <= world.group_size <= settings.max_nodes:
             raise Violation("size", f"generation {generation} has {world.group_size} nodes")
-        plan = self.worlds[generation] = Plan(world, at_s)
+        plan = self.worlds[generation] = Plan(world, event.term, at_s)
         if (before := self.worlds.get(self.newest)) is not None:
             self._charge(before, plan)
         self.newest = generation
@@ -266,7 +269,9 @@ class Checker:
         if plan is None or plan.shares.get(event.world.group_rank) != (event.node, event.world):
             raise Violation("agreement", f"{event.node} runs another generation {generation} than it was told")
         if event.old_ranks:
-            raise Violation("fencing", f"{event.node} starts generation {generation} beside {event.old_ranks} old ranks")
+            raise Violation(
+                "fencing", f"{event.node} starts generation {generation} beside {event.old_ranks} old ranks"
+            )
 
     def _stopped(self, at_s: float, event: Stopped) -> None:
         self._act(event.term, event.coordinator)
@@ -357,9 +362,9 @@ class Checker:
                 raise Violation("the end", f"the job ended with {self.ended.reason!r} and with {event.reason!r}")
             return
         self.ended = event
-        if event.kind is Kind.LOST_NODE and " nodes came within " in event.reason and not self._aside:
-            if event.fit >= self.settings.min_nodes:
-                raise Violation("the end", f"{event.fit} nodes were there, but: {event.reason}")
+        enough = event.fit >= self.settings.min_nodes and not self._aside
+        if event.kind is Kind.LOST_NODE and " nodes came within " in event.reason and enough:
+            raise Violation("the end", f"{event.fit} nodes were there, but: {event.reason}")
         if event.kind is Kind.PREEMPTED and not event.leaving:
             raise Violation("the end", "nobody was told to stop, but the job was preempted")
         if event.reason.startswith("no restart:") and self.newest + 1 < self.settings.max_restarts:
@@ -368,12 +373,21 @@ class Checker:
     def _finished(self, at_s: float, event: Finished) -> None:
         if event.live_ranks:
             raise Violation("leftovers", f"{event.node} finished with {event.live_ranks} live ranks")
+        own = (Kind.PREEMPTED, Kind.HANG)  # what a node knows better
+        heard = self.ended is not None and event.node in self.ended.reached and event.kind not in own
+        if self.ended is not None and heard and event.kind is not self.ended.kind:
+            raise Violation(
+                "the end", f"{event.node} finished with {event.reason!r}, the job with {self.ended.reason!r}"
+            )
 
     def at_end(self) -> None:
         """After everybody has finished."""
         if self.ended is not None and (unclosed := self._unclosed()):
             raise Violation("incidents", f"incident {', '.join(map(str, unclosed))} was never closed")
-        for generation, plan in self.worlds.items():
-            followed = generation < self.newest and generation not in self._given_up
-            if plan.incident is None and followed and len(plan.shares) == plan.world.group_size:
-                raise Violation("incidents", f"generation {generation} ended without one")
+        plans = list(self.worlds.values())
+        for plan, following in itertools.pairwise(plans):
+            # Of what a coordinator decided and wrote in its last moment, its successor tells only the outcome.
+            same_term = plan.term == following.term and following.world.generation == plan.world.generation + 1
+            whole = len(plan.shares) == plan.world.group_size
+            if plan.incident is None and same_term and whole and plan.world.generation not in self._given_up:
+                raise Violation("incidents", f"generation {plan.world.generation} ended without one")

@@ -1,4 +1,4 @@
-"""Simulated ranks: they start, step together while all of them can, commit, fail, and die when they are told to, or not."""
+"""Simulated ranks: they start, step together while all of them can, commit, fail, and end when told to, or not."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Group:
     ) -> None:
         if rank not in self.alive or rank in self.stuck:
             return
-        if self.agent.host.frozen and not self.agent.host.down:  # a process of a stopped machine ends when that runs again
+        if (
+            self.agent.host.frozen and not self.agent.host.down
+        ):  # a process of a stopped machine ends when that runs again
             self.agent.timeline.after(0.2, self.end, rank, status, raised, oom, silent)
             return
         del self.alive[rank]

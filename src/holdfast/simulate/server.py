@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from holdfast.control import coordinator as machine
 from holdfast.control import protocol
 from holdfast.control.incidents import Incident
@@ -22,6 +24,12 @@ FAREWELL_S = 3.0
 QUIET = (protocol.Beat, protocol.Heard)
 
 
+class Unheard(msgspec.Struct, frozen=True):
+    """Not an action of the machine: an incident was closed, and nobody was there to be told."""
+
+    incident: Incident
+
+
 class Server:
     def __init__(self, agent: Agent, term: int, record: Record | None, ledger: File | Etcd) -> None:
         self.agent = agent
@@ -31,7 +39,7 @@ class Server:
         self.nodes: dict[str, Wire | None] = {}  # None: the agent that this is in
         self.closed_down = False
         self.ended = False
-        self._actions: deque[machine.Action] = deque()
+        self._actions: deque[machine.Action | Unheard] = deque()
         self._events: deque[machine.Event] = deque()
         self._writing = False
         self._pumping = False
@@ -130,11 +138,11 @@ class Server:
 
     def _note_closed(self, incident: Incident) -> None:
         """It may have been closed when nobody was there to hear of it."""
-        now, coordinator = self.coordinator.incident, self.coordinator
-        if incident.number in self._checker.incidents and (now is None or now.number != incident.number):
-            self._checker.saw(self.agent.timeline.now_s, seen.IncidentClosed(coordinator.term, incident))
+        now = self.coordinator.incident
+        if now is None or now.number != incident.number:
+            self._actions.append(Unheard(incident))
 
-    def _do(self, action: machine.Action) -> None:
+    def _do(self, action: machine.Action | Unheard) -> None:
         if isinstance(action, machine.Send):
             self._send(action.node, action.message)
         elif isinstance(action, machine.Timer):
@@ -154,6 +162,9 @@ class Server:
             self.depose("a newer coordinator has taken over")
         elif isinstance(action, machine.End):
             self.ended = True
+        elif action.incident.number in self._checker.incidents:
+            closed = seen.IncidentClosed(self.coordinator.term, action.incident)
+            self._checker.saw(self.agent.timeline.now_s, closed)
 
     def _send(self, node: str, message: protocol.ToAgent) -> None:
         if not isinstance(message, QUIET):
@@ -183,9 +194,16 @@ class Server:
             case protocol.Over(kind=kind, reason=reason) if message is coordinator.over:
                 fit = sum(1 for member in coordinator.members.values() if member.available)
                 leaving = any(m.leaving is not None for m in coordinator.members.values())
-                checker.saw(now_s, seen.Ended(coordinator.term, kind, reason, fit, leaving))
+                checker.saw(now_s, seen.Ended(coordinator.term, kind, reason, fit, leaving, self._reached()))
             case protocol.Note(text=text) if " is set aside: " in text:
                 checker.saw(now_s, seen.SetAside(text.split(" ")[0]))
+
+    def _reached(self) -> tuple[str, ...]:
+        """Nodes that hear what is sent now, as far as that is sure."""
+        if not self.agent.sim.calm:
+            return ()
+        wires = [(node, wire) for node, wire in self.nodes.items() if node in self.coordinator.members]
+        return tuple(node for node, wire in wires if wire is None or (wire.open and wire.other.open))
 
     # -- the ledger ---------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Timeline:
                 return
 
     def note(self, who: str, what: object) -> None:
-        """Something that a reader of the timeline wants to see; text, or a value that is rendered only if it is read."""
+        """Something that a reader of the timeline wants to see: text, or a value that is rendered only for reading."""
         self.notes.append((self.now_s, who, what))
         self._digest.update(who.encode())
         self._digest.update(type(what).__name__.encode() if not isinstance(what, str) else what.encode())

@@ -66,6 +66,11 @@ class Peer(asyncio.Protocol):
         return str(self._transport.get_extra_info("sockname")[0]) if self._transport is not None else ""
 
     @property
+    def remote_host(self) -> str:
+        """The address that the far end is at."""
+        return str(self._transport.get_extra_info("peername")[0]) if self._transport is not None else ""
+
+    @property
     def ready(self) -> bool:
         """The handshake was done, and nothing has ended the connection since."""
         return self._session.ready and not self._over

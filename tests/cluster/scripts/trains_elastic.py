@@ -71,6 +71,7 @@ def steps_left(step: int) -> int:
 
 
 def main() -> None:
+    print(f"rank {RANK} of generation {ABOUT['generation']}", flush=True)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     KEPT.append(model)

@@ -1,0 +1,51 @@
+"""What makes an agent a node of a job: its machine, and its line to the coordinator."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from holdfast.agent import preflight
+from holdfast.agent.link import Alone, Line, Post, Say
+from holdfast.agent.options import Options
+from holdfast.agent.rundir import RunDirectory
+from holdfast.control import node as nodes
+from holdfast.control import protocol
+from holdfast.control.restarts import Decide
+from holdfast.coordinator import ledger
+
+
+def make_node(options: Options, node: str, nproc: int) -> nodes.Node:
+    settings, cluster = options.settings, options.cluster
+    hello = protocol.Hello(
+        version=protocol.VERSION,
+        node=node,
+        host=cluster.local_addr if cluster is not None and cluster.local_addr else socket.gethostname(),
+        addr="",
+        local_size=nproc,
+        store_port=0,
+        role=options.role,
+        order=cluster.order if cluster is not None else None,
+        settings=f"--nnodes={settings.min_nodes}:{settings.max_nodes} --max-restarts={settings.max_restarts}",
+    )
+    if cluster is None:
+        return nodes.Node(hello, options.shutdown_timeout_s)
+    return nodes.Node(
+        hello, options.shutdown_timeout_s, settings.join_timeout_s, cluster.close_timeout_s, settings.beat_s
+    )
+
+
+def make_link(options: Options, node: str, decide: Decide, post: Post, say: Say, run_dir: RunDirectory) -> Alone | Line:
+    if options.cluster is None:
+        return Alone(options.master_addr, node, options.settings, decide, post)
+    return Line(
+        options.cluster,
+        options.settings,
+        node,
+        decide,
+        post,
+        say,
+        run_dir.join(ledger.NAME),
+        os.path.join(run_dir.siblings, ledger.NAME),
+        preflight.tls(options.cluster),
+    )
