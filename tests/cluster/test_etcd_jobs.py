@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,11 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture
 def make_job(etcd: Etcd, cluster: MakeCluster) -> MakeJob:
-    def make(*flags: str, nnodes: str, **options: object) -> Job:
+    def make(*flags: str, nnodes: str, **options: Any) -> Job:
         nodes = cluster()
         run_id = f"job-{nodes.mark[:8]}"
         endpoint = ",".join(etcd.endpoints)
-        return Job(nodes, *flags, nnodes=nnodes, run_id=run_id, endpoint=endpoint, backend="etcd", **options)  # type: ignore[arg-type]
+        return Job(nodes, *flags, nnodes=nnodes, run_id=run_id, endpoint=endpoint, backend="etcd", **options)
 
     return make
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 from cluster.cluster import MakeCluster
 from cluster.jobs import STEPS_ALONE, Job
@@ -210,6 +211,9 @@ def test_a_node_that_keeps_failing_is_set_aside_until_it_is_taken_back(cluster: 
     [seen] = [node for node in job.nodes()["nodes"] if node["host"] == bad]
     assert seen["state"] == "set aside"
     assert "3 incidents" in seen["why"]
+    shown = pair.call(0, [sys.executable, "-m", "holdfast", "nodes", *job.meeting])
+    assert f"job {job.run_id}: running, generation 3, 3 of 9 restarts used" in shown.stdout
+    assert "1 rank    set aside: 3 incidents" in shown.stdout
     assert job.nodes("--lift", bad)["lifted"] is True
     back = job.wait_generation(4, 0, 1)
     assert {line[RESTARTS] for line in back.values()} == {4}

@@ -199,7 +199,7 @@ def test_a_silent_node_is_dropped_after_its_beats_and_a_beating_one_is_not() -> 
         actions = job.timer("tick")
     assert every(actions, Drop) == [Drop("b")]
     job.down("a")
-    assert job.opened("a")[0].headline == "node host-b is gone: silent for 3 s"
+    assert job.opened("a")[0].headline == "node host-b is gone (silent for 3 s)"
 
 
 def test_a_beat_is_answered_with_its_own_time() -> None:

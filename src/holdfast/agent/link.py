@@ -167,7 +167,7 @@ class Line:
                 self._say_once(f"the coordinator at {self._where}: it {broken.reason}")
             except (OSError, TimeoutError) as failure:
                 met = False
-                self._say_once(f"no coordinator at {self._where} yet ({_reason(failure)}); trying on")
+                self._say_once(f"no coordinator at {self._where} yet ({reason(failure)}); trying on")
             pause_s = FIRST_PAUSE_S if met else min(pause_s * 2, LAST_PAUSE_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
@@ -186,6 +186,8 @@ class Line:
         host, port, found = await self._endpoint()
         if self._cluster.is_host is not False:
             listener, taken = _listen(found)
+            if listener is None and not taken and self._cluster.is_host:
+                raise OSError(f"is_host is set, but {host} is no address of this machine; correct one of them")
             if listener is not None:
                 await self._coordinate(listener)
                 return True
@@ -220,6 +222,8 @@ class Line:
                 await self._coordinate_next_to(peer)
                 return True
             if not isinstance(answer, protocol.Here):
+                job = self._settings.run_id
+                self._say_once(f"the coordinator at {self._where} knows no job {job!r} yet; trying on")
                 return False
             self._met = True
             self.addr = self._cluster.local_addr or peer.local_host
@@ -370,7 +374,11 @@ class Line:
             return True
         leader, data = won
         self.addr = addr
-        record = msgspec.msgpack.decode(data, type=Record) if data is not None else None
+        try:
+            record = msgspec.msgpack.decode(data, type=Record) if data is not None else None
+        except msgspec.MsgspecError as unknown:
+            listener.close()
+            raise Broken("version", f"left a record in etcd that cannot be read here ({unknown})") from None
         if record is not None and record.over:
             record = None
         watching = asyncio.get_running_loop().create_task(self._watch_lease(self._etcd))
@@ -390,8 +398,9 @@ def open_etcd(cluster: Cluster, run_id: str) -> Etcd:
     """The job's corner of etcd. Raises `EtcdError`; nothing of etcd is imported before it is wanted."""
     from holdfast.coordinator import etcd
 
-    members = [f"{host}:{port}" for host, port in cluster.endpoints]
     access = cluster.etcd
+    scheme = "https://" if access.tls else ""
+    members = [f"{scheme}{f'[{host}]' if ':' in host else host}:{port}" for host, port in cluster.endpoints]
     return etcd.Etcd(
         members, run_id, ca=access.ca, cert=access.cert, key=access.key, user=access.user, password=access.password
     )
@@ -448,11 +457,18 @@ def _cure(broken: Broken, secret_from: str) -> str:
     return ""
 
 
-def _reason(failure: BaseException) -> str:
+def reason(failure: BaseException) -> str:
+    """What went wrong with a connection, for people."""
+    if isinstance(failure, Broken):
+        return f"it {failure.reason}"
     if isinstance(failure, socket.gaierror):
         return "its name cannot be resolved"
     if isinstance(failure, TimeoutError):
         return "no answer"
+    if isinstance(failure, ConnectionResetError):
+        return "it closed the connection; do both ends use TLS?"
+    if (doubt := getattr(failure, "verify_message", "")) or type(failure).__name__.startswith("SSL"):
+        return f"TLS: {doubt or failure}"
     if isinstance(failure, OSError) and failure.errno is not None:
         return os.strerror(failure.errno)  # asyncio's own text is for programmers
     return str(failure) or type(failure).__name__

@@ -19,6 +19,7 @@ DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 class EtcdAccess(msgspec.Struct, frozen=True):
     """How to come to etcd, beside its endpoints."""
 
+    tls: bool = False
     ca: str | None = None
     cert: str | None = None
     key: str | None = None

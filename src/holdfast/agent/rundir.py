@@ -36,8 +36,9 @@ class RunDirectory:
         return os.path.join(self.path, *parts) if self.path is not None else None
 
     def discard_if_temporary(self) -> None:
-        """A run that the user gave no directory and that had no incident leaves nothing."""
-        if self._temporary_root is not None:
+        """A run that the user gave no directory and that had no incident leaves nothing, unless it is a coordinator's
+        ledger, which its next life will look for."""
+        if self._temporary_root is not None and not os.path.exists(self.join("ledger") or ""):
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._temporary_root)
             self.path = None

@@ -113,15 +113,24 @@ def read(args: Namespace) -> Cluster:
         close_timeout_s=_number(given, "close_timeout", 30.0),
         tls=(args.tls_cert, args.tls_key, args.tls_ca) if args.tls_cert is not None else None,
         etcd=EtcdAccess(
+            tls=given.get("protocol") == "https" or "https://" in args.rdzv_endpoint,
             ca=given.get("cacert"),
             cert=given.get("ssl_cert"),
             key=given.get("ssl_cert_key"),
             user=given.get("user"),
-            password=os.environ.get("HOLDFAST_ETCD_PASSWORD") if "user" in given else None,
+            password=_etcd_password(given),
         ),
     )
     preflight.tls(found)
     return found
+
+
+def _etcd_password(given: dict[str, str]) -> str | None:
+    if "user" not in given:
+        return None
+    if not (password := os.environ.get("HOLDFAST_ETCD_PASSWORD")):
+        raise Refused(f"--rdzv-conf user={given['user']} needs the password in HOLDFAST_ETCD_PASSWORD")
+    return password
 
 
 def notes(args: Namespace) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.agent.link import open_etcd
+from holdfast.agent.link import open_etcd, reason
 from holdfast.agent.options import Cluster
 from holdfast.agent.preflight import Refused, tls
 from holdfast.cli import cluster
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     except Usage as wrong:
         return _complain(str(wrong), 2)
     except (Refused, Broken, OSError, TimeoutError) as failure:
-        return _complain(f"no answer from {args.rdzv_endpoint}: {str(failure) or 'it is silent'}", 1)
+        return _complain(f"no answer from {args.rdzv_endpoint}: {reason(failure)}", 1)
     if found is None:
         return _complain(f"there is no job {args.rdzv_id!r} at {args.rdzv_endpoint}; check --rdzv-id", 1)
     if args.json:

@@ -38,6 +38,10 @@ STOPPED_BEFORE = "the coordinator before this one had it stopped"
 ENDED_BEFORE = "the job ended while this node was cut off from it"
 
 
+# Who was elected before has let its lease run out, or refused a connection. If it lives, it knows that it was replaced.
+PREDECESSOR_S = 1.0
+
+
 class Phase(StrEnum):
     GATHERING = "gathering"  # there is no world: nodes are waited for
     RUNNING = "running"
@@ -184,7 +188,9 @@ class Coordinator:
         self.heard_s = now_s
         self._enter(Phase.RUNNING)
         actions += [Write(self._record(now_s)), Timer("return", self.epoch, self.settings.return_s)]
-        if record.node in self.seats and not self.settings.elected:
+        if record.node in self.seats and self.settings.elected:
+            actions.append(Timer("predecessor", 0, PREDECESSOR_S))
+        elif record.node in self.seats:
             # We have the address that our predecessor served, so its process is gone, and its ranks with it.
             self.unconfirmed.discard(record.node)
             host = self.seats[record.node].host
@@ -338,7 +344,7 @@ class Coordinator:
         host = member.hello.host
         if node in self.up:
             self.heard_s = max(self.heard_s, member.heard_s)
-            cause = "" if member.leaving is not None else f"node {host} is gone: {how}"
+            cause = "" if member.leaving is not None else f"node {host} is gone ({how})"
             return self._lose(now_s, node, host, cause)
         if node in self.seats and member.leaving is None and self.phase in (Phase.GATHERING, Phase.WAITING):
             self.missing.append(host)
@@ -362,7 +368,7 @@ class Coordinator:
                 return self._finish(now_s, Kind.PREEMPTED, f"stopped by {signal_name(signum)}")
             return self._consider(now_s)
         headline = f"node {member.hello.host} leaves: it got {signal_name(signum)}"
-        self.causes.append(Cause(Kind.LOST_NODE, headline, now_s, node=member.hello.host))
+        self.causes.append(Cause(Kind.PREEMPTED, headline, now_s, node=member.hello.host))
         return self._node_failed(now_s, node, f"node {member.hello.host} leaves")
 
     # -- the world breaks ---------------------------------------------------------------------------------------------
@@ -482,12 +488,12 @@ class Coordinator:
             return False  # nodes of one start come one after the other; nothing was done that could be lost
         if first.kind is Kind.MEMBERSHIP and self.history.left <= 0:
             return False  # it was free when it began, and a step was done since; nobody's arrival ends a job
-        membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE)
+        membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
         return not (membership and self.settings.budget is Budget.FAILURES)
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:
         """Set a node aside that keeps failing, if the job can do without it."""
-        if not first.node or first.kind in (Kind.ERROR, Kind.MEMBERSHIP):
+        if not first.node or first.kind in (Kind.ERROR, Kind.MEMBERSHIP, Kind.PREEMPTED):
             return []
         others = sum(1 for m in self.members.values() if m.hello.host != first.node and m.fit and m.leaving is None)
         if others < self.settings.min_nodes:
@@ -687,6 +693,8 @@ class Coordinator:
         if timer.name == "quarantine":
             self.quarantine.expire(now_s)
             return self._consider(now_s)
+        if timer.name == "predecessor":
+            return self._predecessor_timed_out(now_s)
         if timer.key != self.epoch:
             return []
         match timer.name:
@@ -702,6 +710,14 @@ class Coordinator:
             case "return":
                 return self._return_timed_out(now_s)
         return []
+
+    def _predecessor_timed_out(self, now_s: float) -> list[Action]:
+        assert self.record is not None
+        node = self.record.node
+        if node not in self.absent:
+            return []
+        host = self.seats[node].host
+        return self._lose(now_s, node, host, f"node {host}, which had the coordinator, is gone")
 
     def _return_timed_out(self, now_s: float) -> list[Action]:
         """Nodes that a new coordinator has not met by now are lost. If nobody at all remembers the job, all of its
@@ -734,10 +750,15 @@ class Coordinator:
 
     def _finish(self, now_s: float, kind: Kind | None, reason: str = "") -> list[Action]:
         actions = self._close_incident(now_s)
+        over = self.over = protocol.Over(kind, reason, self.steps)
+        # A spare has done its part, however the others fared.
+        had_world = self.phase in (Phase.RUNNING, Phase.STOPPING)
+        spares = {node for node in self.members if had_world and node not in self.seats}
+        released = protocol.Over(None, reason, self.steps)
+        told: list[Action] = [Send(node, released if node in spares else over) for node in self.members]
         self._enter(Phase.OVER)
-        self.over = protocol.Over(kind, reason, self.steps)
         self.seats = {}
-        return [*actions, Write(self._record(now_s)), *self._broadcast(self.over), End()]
+        return [*actions, Write(self._record(now_s)), *told, End()]
 
     def _after_the_end(self, event: Event) -> list[Action]:
         if isinstance(event, From) and isinstance(event.message, protocol.Hello) and self.over is not None:
@@ -815,7 +836,9 @@ class Coordinator:
             return f"node rank {self.seats[node].group_rank}", ""
         if member.leaving is not None:
             return "leaving", f"it got {signal_name(member.leaving)}"
-        return "spare" if member.available else "joining", ""
+        if self.phase in (Phase.RUNNING, Phase.STOPPING):
+            return "spare" if member.available else "joining", ""
+        return "waiting", ""
 
 
 def _with(value: S, **changes: object) -> S:

@@ -271,7 +271,7 @@ class Node:
                     return [HangUp("it has been replaced by a newer coordinator")]
                 self.term, self.arrival = term, arrival
                 self.welcomed = said_s == self.greeted_at_s  # else it is the answer to an earlier contact's greeting
-                # Whether ranks that are there may go on is not known yet: either a stop follows, or the answer to a beat.
+                # Whether ranks that are there may go on is not known yet: a stop follows, or the answer to a beat.
                 return [] if self.live else self._lease(said_s)
             case protocol.Heard(said_s=said_s):
                 return self._lease(said_s)

@@ -163,7 +163,7 @@ class Agent(Process):
         self.feed(machine.Contact())
 
     def received(self, wire: Wire, message: object) -> None:
-        if wire is self.wire and wire.open:
+        if wire is self.wire:
             if not isinstance(message, QUIET):
                 self.timeline.note(self.node_id, ("hears", message))
             self.feed(message)

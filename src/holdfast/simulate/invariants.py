@@ -240,7 +240,9 @@ class Checker:
         given_back = self._given_back + (self.steps // settings.refill_steps if settings.refill_steps else 0)
         if is_ > settings.max_restarts + given_back:
             raise Violation("restarts", f"{is_} restarts, of {settings.max_restarts} and {given_back} given back")
-        free = (Kind.MEMBERSHIP,) if settings.budget is Budget.ALL else (Kind.MEMBERSHIP, Kind.LOST_NODE)
+        free = (
+            (Kind.MEMBERSHIP,) if settings.budget is Budget.ALL else (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
+        )
         ended = before.incident
         if before.world.generation in self._given_up:
             return
@@ -373,12 +375,19 @@ class Checker:
     def _finished(self, at_s: float, event: Finished) -> None:
         if event.live_ranks:
             raise Violation("leftovers", f"{event.node} finished with {event.live_ranks} live ranks")
+        if event.kind is None and self.is_spare(event.node):
+            return
         own = (Kind.PREEMPTED, Kind.HANG)  # what a node knows better
         heard = self.ended is not None and event.node in self.ended.reached and event.kind not in own
         if self.ended is not None and heard and event.kind is not self.ended.kind:
             raise Violation(
                 "the end", f"{event.node} finished with {event.reason!r}, the job with {self.ended.reason!r}"
             )
+
+    def is_spare(self, node: str) -> bool:
+        """Whether it has no part in the newest world, and so ends well however that ends."""
+        newest = self.worlds.get(self.newest)
+        return newest is not None and node not in [held for held, _ in newest.shares.values()]
 
     def at_end(self) -> None:
         """After everybody has finished."""

@@ -34,6 +34,10 @@ class Group:
         return len(self.alive) == self.world.local_size
 
     @property
+    def leased(self) -> bool:
+        return self.agent.host.clock_s() <= self.agent.lease_until_s
+
+    @property
     def endable(self) -> int:
         return len(self.alive) - len(self.stuck)
 
@@ -152,7 +156,9 @@ class Training:
             return
         step_s = self.program.step_s
         if not self._can_step(groups):
-            world.stalled_s += step_s
+            # Ranks without a lease wait for one in peace; it is their peers, inside a collective, that time out.
+            if any(group.leased for group in world.groups):
+                world.stalled_s += step_s
             if world.stalled_s > self.program.backend_timeout_s:
                 world.stalled_s = 0.0
                 self._fail_somewhere(world.groups)
@@ -173,8 +179,7 @@ class Training:
         return [group for group in able if network.connected(one, group.agent.host)]
 
     def _is_able(self, group: Group) -> bool:
-        host = group.agent.host
-        return group.whole and not group.stuck and not host.frozen and host.clock_s() <= group.agent.lease_until_s
+        return group.whole and not group.stuck and not group.agent.host.frozen and group.leased
 
     def _can_step(self, groups: list[Group]) -> bool:
         if len(groups) < self._needed:

@@ -81,7 +81,7 @@ class Simulation:
         now_s = self.timeline.now_s
         self.ends.append((agent.node_id, finish.kind, finish.reason))
         self.checker.saw(now_s, seen.Finished(agent.node_id, finish.kind, finish.reason, agent.live_ranks()))
-        if finish.kind is None and not self.training.complete:
+        if finish.kind is None and not self.training.complete and not self.checker.is_spare(agent.node_id):
             raise Violation("the end", f"{agent.node_id} finished with success, but the training has not")
 
     def left(self, agent: Agent) -> None:
