@@ -7,23 +7,11 @@ from typing import Any, TypeVar
 
 from holdfast.control import protocol
 from holdfast.control.causes import Cause, Kind
-from holdfast.control.coordinator import (
-    Action,
-    Coordinator,
-    Drop,
-    End,
-    Event,
-    From,
-    Gone,
-    Phase,
-    Send,
-    StepDown,
-    Timer,
-    TimerFired,
-    Write,
-)
+from holdfast.control.coordinator import Coordinator
+from holdfast.control.forming import Phase
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import Record, Settings
+from holdfast.control.orders import Action, Drop, End, Event, From, Gone, Send, StepDown, Timer, TimerFired, Write
 from holdfast.control.worlds import World
 
 A = TypeVar("A")

@@ -6,19 +6,9 @@ import signal
 from typing import TypeVar
 
 from holdfast.control import protocol
+from holdfast.control.acts import Action, Contact, Event, Exited, HelpersLost, HelpersReady, Started, Tell, TimerFired
 from holdfast.control.causes import RankExit
-from holdfast.control.node import (
-    Action,
-    Contact,
-    Event,
-    Exited,
-    HelpersLost,
-    HelpersReady,
-    Node,
-    Started,
-    Tell,
-    TimerFired,
-)
+from holdfast.control.node import Node
 from holdfast.control.worlds import World
 from holdfast.wire.messages import Raised
 

@@ -9,10 +9,7 @@ import pytest
 from lone_job import FOREVER_S, GRACE_S, ZYGOTE, LoneJob
 from stories import every, the
 
-from holdfast.control import coordinator as coordinators
-from holdfast.control.causes import Kind
-from holdfast.control.node import (
-    ABANDON_S,
+from holdfast.control.acts import (
     Action,
     ClearLeftovers,
     Closed,
@@ -26,6 +23,9 @@ from holdfast.control.node import (
     Signal,
     Started,
 )
+from holdfast.control.causes import Kind
+from holdfast.control.forming import Phase
+from holdfast.control.node import ABANDON_S
 
 
 def kinds(actions: list[Action]) -> list[type]:
@@ -59,7 +59,7 @@ def waiting() -> LoneJob:
     job = running()
     job.fails()
     job.fails()
-    assert job.coordinator.phase is coordinators.Phase.WAITING
+    assert job.coordinator.phase is Phase.WAITING
     return job
 
 
@@ -284,7 +284,7 @@ def test_helpers_lost_between_two_worlds_do_not_cost_another_restart(at: Callabl
     spent = job.spent
     assert kinds(job.loses_helpers()) == [ClearLeftovers, PrepareHelpers]
     job.hears(HelpersReady())
-    if job.coordinator.phase is coordinators.Phase.WAITING:
+    if job.coordinator.phase is Phase.WAITING:
         job.timer("backoff")
     assert job.launches[-1] == (spent, spent)
 

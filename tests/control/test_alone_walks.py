@@ -11,9 +11,8 @@ import pytest
 from lone_job import ZYGOTE, LoneJob, Queued
 from stories import every
 
-from holdfast.control import node as nodes
-from holdfast.control.causes import Kind, RankExit
-from holdfast.control.node import (
+from holdfast.control import acts
+from holdfast.control.acts import (
     Closed,
     Exited,
     Finish,
@@ -21,7 +20,6 @@ from holdfast.control.node import (
     HelpersReady,
     KeeperLost,
     Opened,
-    Phase,
     PrepareHelpers,
     Run,
     Started,
@@ -29,6 +27,8 @@ from holdfast.control.node import (
     StopRequested,
     TimerFired,
 )
+from holdfast.control.causes import Kind, RankExit
+from holdfast.control.node import Phase
 from holdfast.wire.messages import Raised
 
 A = TypeVar("A")
@@ -59,7 +59,7 @@ class Walk:
         self._bring_to_an_end()
 
     @property
-    def log(self) -> list[nodes.Action]:
+    def log(self) -> list[acts.Action]:
         return self.job.log
 
     @property
@@ -167,8 +167,8 @@ def walks() -> list[Walk]:
 def test_walks_visit_every_kind_of_action_and_of_end(walks: list[Walk]) -> None:
     """So that the tests below are about something."""
     seen = {type(action) for walk in walks for action in walk.log}
-    of_a_cluster = {nodes.Tell, nodes.Lease, nodes.HangUp, nodes.Told}
-    assert seen == set(nodes.Action.__args__) - of_a_cluster
+    of_a_cluster = {acts.Tell, acts.Lease, acts.HangUp, acts.Told}
+    assert seen == set(acts.Action.__args__) - of_a_cluster
     ends = {finish.kind for walk in walks for finish in walk.all(Finish)}
     assert ends >= {None, Kind.ERROR, Kind.BACKEND, Kind.SIGNAL, Kind.LAUNCHER, Kind.PREEMPTED, Kind.HANG}
 

@@ -9,7 +9,7 @@ from scripted import FOREVER_S, Drop, End, Job, Timer, Write, every, killed, sen
 
 from holdfast.control import protocol
 from holdfast.control.causes import Cause, Kind
-from holdfast.control.coordinator import Phase
+from holdfast.control.forming import Phase
 from holdfast.control.membership import BEATS, Budget, Policy
 
 LAUNCHED = protocol.Launch

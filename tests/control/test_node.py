@@ -26,9 +26,7 @@ from stories import (
 )
 
 from holdfast.control import protocol
-from holdfast.control.causes import Cause, Kind, RankExit
-from holdfast.control.node import (
-    ABANDON_S,
+from holdfast.control.acts import (
     ClearLeftovers,
     Event,
     Exited,
@@ -37,7 +35,6 @@ from holdfast.control.node import (
     HelpersReady,
     KeeperLost,
     Lease,
-    Phase,
     PrepareHelpers,
     Run,
     Signal,
@@ -48,6 +45,8 @@ from holdfast.control.node import (
     Timer,
     TimerFired,
 )
+from holdfast.control.causes import Cause, Kind, RankExit
+from holdfast.control.node import ABANDON_S, Phase
 
 # -- a world that goes well -------------------------------------------------------------------------------------------
 

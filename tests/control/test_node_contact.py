@@ -24,10 +24,7 @@ from stories import (
 )
 
 from holdfast.control import protocol
-from holdfast.control.causes import Kind
-from holdfast.control.incidents import Incident
-from holdfast.control.membership import BEATS
-from holdfast.control.node import (
+from holdfast.control.acts import (
     Action,
     Closed,
     Contact,
@@ -38,7 +35,6 @@ from holdfast.control.node import (
     HelpersReady,
     Lease,
     Opened,
-    Phase,
     PrepareHelpers,
     Run,
     Signal,
@@ -48,6 +44,10 @@ from holdfast.control.node import (
     Timer,
     Told,
 )
+from holdfast.control.causes import Kind
+from holdfast.control.incidents import Incident
+from holdfast.control.membership import BEATS
+from holdfast.control.node import Phase
 
 
 def cut_off(story: Story) -> Story:

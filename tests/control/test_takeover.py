@@ -9,7 +9,8 @@ from scripted import Job, StepDown, Timer, Write, every, killed, sent, told
 
 from holdfast.control import protocol
 from holdfast.control.causes import Kind
-from holdfast.control.coordinator import ENDED_BEFORE, STOPPED_BEFORE, Phase
+from holdfast.control.coordinator import ENDED_BEFORE, STOPPED_BEFORE
+from holdfast.control.forming import Phase
 from holdfast.control.membership import RETURN_S, Policy
 
 LAUNCHED = protocol.Launch

@@ -28,8 +28,8 @@ from holdfast.agent.records import Records
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
+from holdfast.control import acts, protocol, restarts
 from holdfast.control import node as nodes
-from holdfast.control import protocol, restarts
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
 from holdfast.control.incidents import Incident
 from holdfast.control.worlds import World
@@ -76,7 +76,7 @@ class Agent:
         self._id = uuid.uuid4().hex
         self._node: nodes.Node | None = None
         self._link: Link | None = None
-        self._inbox: deque[nodes.Event] = deque()
+        self._inbox: deque[acts.Event] = deque()
         self._acting = False
         self._lease_until_s = 0.0
         self._world: RunningWorld | None = None
@@ -91,7 +91,7 @@ class Agent:
     async def run(self) -> Result:
         """Run the job to its end. Raises `Refused` before any worker has started."""
         loop = self._loop = asyncio.get_running_loop()
-        self._finished: asyncio.Future[nodes.Finish] = loop.create_future()
+        self._finished: asyncio.Future[acts.Finish] = loop.create_future()
         self._ready = asyncio.Event()
         self._stdout, self._stderr = Console(1, loop), Console(2, loop)
         self._oom = OomWatch()
@@ -178,7 +178,7 @@ class Agent:
             self._do(action)
         link.start()
         if self._stop_signal is not None:
-            self._advance(nodes.StopRequested(self._stop_signal))
+            self._advance(acts.StopRequested(self._stop_signal))
 
     def _workers_env(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -219,13 +219,13 @@ class Agent:
         if self._finished.done():
             return
         if isinstance(failure, preflight.Refused):
-            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, str(failure)))
+            self._finished.set_result(acts.Finish(Kind.LAUNCHER, str(failure)))
         else:
             self._finished.set_exception(failure or RuntimeError(context["message"]))
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def _advance(self, event: nodes.Event) -> None:
+    def _advance(self, event: acts.Event) -> None:
         """One event after the other: what an action brings about, the coordinator's answer say, comes after it."""
         self._inbox.append(event)
         if self._acting or self._node is None:
@@ -242,10 +242,10 @@ class Agent:
         self._stop_signal = signum
         if self._node is None:
             if not self._finished.done():
-                self._finished.set_result(nodes.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
+                self._finished.set_result(acts.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
             return
         self._events.emit("job.signalled", signal=signal_name(signum))
-        self._advance(nodes.StopRequested(signum))
+        self._advance(acts.StopRequested(signum))
 
     def _from_zygote(self, message: messages.FromZygote) -> None:
         match message:
@@ -255,12 +255,12 @@ class Agent:
                 self._events.emit("zygote.not_grown", refused=refused)
             case messages.NotReady(reason=reason):
                 if not self._finished.done():
-                    self._finished.set_result(nodes.Finish(Kind.LAUNCHER, reason))
+                    self._finished.set_result(acts.Finish(Kind.LAUNCHER, reason))
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
                     generation = self._world.world.generation
                     self._events.emit("world.started", generation=generation, pids=self._world.pids())
-                    self._advance(nodes.Started(generation))
+                    self._advance(acts.Started(generation))
             case messages.NotForked(token=token, reason=reason) if self._world is not None:
                 self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
             case messages.Exited() if self._world is not None:
@@ -275,7 +275,7 @@ class Agent:
             return
         self._helpers_ready = True
         self._ready.set()
-        self._advance(nodes.HelpersReady())
+        self._advance(acts.HelpersReady())
         if self._options.cluster is not None:
             self._helpers.request(messages.Park(self._node.hello.local_size + 1 if self._node is not None else 0))
 
@@ -287,22 +287,22 @@ class Agent:
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
         if self._node is None and not self._finished.done():
-            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
-        self._advance(nodes.HelpersLost(what, self._world.steps() if self._world is not None else None))
+            self._finished.set_result(acts.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
+        self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
     def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
         generation = running.world.generation
         if exit is not None:
             self._events.emit("rank.exited", generation=generation, rank=exit.rank, pid=exit.pid, status=exit.status)
-            self._advance(nodes.Exited(generation, exit))
+            self._advance(acts.Exited(generation, exit))
         elif running.keeper_gone:
-            self._advance(nodes.KeeperLost(generation))
+            self._advance(acts.KeeperLost(generation))
 
     def _from_rank(self, report: messages.Report) -> None:
         match report:
             case messages.Stepped(rank=rank, generation=generation, at_s=at_s, modules=modules):
                 self._events.emit("rank.first_step", generation=generation, rank=rank)
-                self._advance(nodes.Stepped(rank, generation, at_s))
+                self._advance(acts.Stepped(rank, generation, at_s))
                 self._park()
                 if modules and not self._learned:
                     self._learned = True
@@ -313,39 +313,39 @@ class Agent:
 
     # -- what is done about it ----------------------------------------------------------------------------------------
 
-    def _do(self, action: nodes.Action) -> None:
+    def _do(self, action: acts.Action) -> None:
         match action:
-            case nodes.PrepareHelpers():
+            case acts.PrepareHelpers():
                 self._prepare_helpers()
-            case nodes.Run(world=world):
+            case acts.Run(world=world):
                 self._run_world(world)
-            case nodes.Signal(ranks=ranks, signum=signum, why=why):
+            case acts.Signal(ranks=ranks, signum=signum, why=why):
                 self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why)
                 if self._world is not None:
                     self._world.signal(ranks, signum)
-            case nodes.Timer(name=name, key=key, after_s=after_s):
-                self._loop.call_later(after_s, self._advance, nodes.TimerFired(name, key))
-            case nodes.ClearLeftovers():
+            case acts.Timer(name=name, key=key, after_s=after_s):
+                self._loop.call_later(after_s, self._advance, acts.TimerFired(name, key))
+            case acts.ClearLeftovers():
                 self._close_world()
                 self._helpers.clear_leftovers()
-            case nodes.Tell(message=message):
+            case acts.Tell(message=message):
                 self._tell(message)
-            case nodes.Lease(until_s=until_s):
+            case acts.Lease(until_s=until_s):
                 self._lease_until_s = until_s
                 if self._world is not None:
                     self._world.lease(until_s)
-            case nodes.HangUp(why=why):
+            case acts.HangUp(why=why):
                 self._events.emit("coordinator.given_up", why=why)
                 if self._link is not None:
                     self._link.hang_up(why)
-            case nodes.Told(text=text):
+            case acts.Told(text=text):
                 self._events.emit("coordinator.said", text=text)
                 self.say(text)
-            case nodes.Opened(incident=incident):
+            case acts.Opened(incident=incident):
                 self._records.opened(incident)
-            case nodes.Closed(incident=incident):
+            case acts.Closed(incident=incident):
                 self._records.closed(incident)
-            case nodes.Finish():
+            case acts.Finish():
                 if not self._finished.done():
                     self._finished.set_result(action)
 
@@ -373,7 +373,7 @@ class Agent:
 
     def _prepare_helpers(self) -> None:
         if self._helpers_ready:
-            self._advance(nodes.HelpersReady())
+            self._advance(acts.HelpersReady())
         elif not self._helpers.running:
             self._learned = False
             self._helpers.start()
@@ -411,7 +411,7 @@ class Agent:
         try:
             plan = await self._planner.plan(running.world, self._env)
         except preflight.Refused as refusal:
-            self._finished.set_result(nodes.Finish(Kind.LAUNCHER, str(refusal)))
+            self._finished.set_result(acts.Finish(Kind.LAUNCHER, str(refusal)))
             return
         self._start_ranks(running, plan.destinations, plan.filtered_dir)
 
@@ -423,7 +423,7 @@ class Agent:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _conclude(self, finish: nodes.Finish) -> Result:
+    def _conclude(self, finish: acts.Finish) -> Result:
         """Everything is down: tell how it went."""
         steps = self._node.steps if self._node is not None else 0
         last = self._records.conclude(finish.kind, finish.reason, steps)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from holdfast.agent.options import Cluster
-from holdfast.control import node as nodes
-from holdfast.control import protocol
+from holdfast.control import acts, protocol
 from holdfast.control.coordinator import Coordinator
 from holdfast.control.membership import Record, Settings
 from holdfast.control.restarts import Decide
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from holdfast.coordinator.etcd import Etcd, Leader
 
-Post = Callable[[nodes.Event], None]
+Post = Callable[[acts.Event], None]
 Say = Callable[[str], None]
 Answers = asyncio.Queue[protocol.ToAgent]
 Addresses = Sequence[tuple[Any, ...]]  # as getaddrinfo gives them
@@ -66,7 +65,7 @@ class Alone:
     def start(self) -> None:
         self._host.attach(self._node, self._post, lambda: None)
         self._host.begin()
-        self._post(nodes.Contact())
+        self._post(acts.Contact())
 
     def tell(self, message: protocol.ToCoordinator) -> None:
         self._host.receive(self._node, message)
@@ -228,13 +227,13 @@ class Line:
             self._met = True
             self.addr = self._cluster.local_addr or peer.local_host
             self._peer = peer
-            self._post(nodes.Contact())
+            self._post(acts.Contact())
             await self._over.wait()
             return True
         finally:
             if self._peer is peer:
                 self._peer = None
-                self._post(nodes.ContactLost())
+                self._post(acts.ContactLost())
             peer.close()
 
     async def _connect(self, host: str, port: int) -> wire.Peer:
@@ -322,13 +321,13 @@ class Line:
             self._host, self._desk = host, desk
             host.attach(self._node, self._post, lambda: None)
             host.begin()
-            self._post(nodes.Contact())
+            self._post(acts.Contact())
             await deposed.wait()
         finally:
             host.abandon()
             desk.close()
             self._host = self._desk = None
-            self._post(nodes.ContactLost())
+            self._post(acts.ContactLost())
 
     # -- etcd ---------------------------------------------------------------------------------------------------------
 

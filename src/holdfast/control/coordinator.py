@@ -7,29 +7,23 @@ starts the next, writes down what it decided before anybody hears of it, and nev
 from __future__ import annotations
 
 import itertools
-from enum import StrEnum
 from typing import TypeVar
 
 import msgspec
 
-from holdfast.control import incidents, protocol
-from holdfast.control.causes import Cause, Kind, blame, signal_name
+from holdfast.control import protocol, texts
+from holdfast.control.account import Ended
+from holdfast.control.causes import Cause, Kind, signal_name
+from holdfast.control.forming import Forming, Phase
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import (
     BEATS,
-    Budget,
     Member,
     Policy,
-    Record,
-    Seat,
-    Settings,
     choose,
-    seat,
-    shares,
-    target,
 )
-from holdfast.control.quarantine import Quarantine
-from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart, decide_unless_same_error
+from holdfast.control.orders import Action, Drop, End, Event, From, Gone, Send, StepDown, Timer, TimerFired, Write
+from holdfast.control.restarts import GiveUp, History
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -42,124 +36,8 @@ ENDED_BEFORE = "the job ended while this node was cut off from it"
 PREDECESSOR_S = 1.0
 
 
-class Phase(StrEnum):
-    GATHERING = "gathering"  # there is no world: nodes are waited for
-    RUNNING = "running"
-    STOPPING = "stopping"
-    WAITING = "waiting"  # before a restart that backs off
-    OVER = "over"
-
-
-# -- events -----------------------------------------------------------------------------------------------------------
-
-
-class From(msgspec.Struct, frozen=True):
-    node: str
-    message: protocol.ToCoordinator
-
-
-class Gone(msgspec.Struct, frozen=True):
-    """A node's connection closed."""
-
-    node: str
-
-
-class TimerFired(msgspec.Struct, frozen=True):
-    name: str
-    key: int
-
-
-Event = From | Gone | TimerFired
-
-
-# -- actions ----------------------------------------------------------------------------------------------------------
-
-
-class Write(msgspec.Struct, frozen=True):
-    """Put the record into the ledger. Nothing after it may be done before it is there."""
-
-    record: Record
-
-
-class Send(msgspec.Struct, frozen=True):
-    node: str
-    message: protocol.ToAgent
-
-
-class Drop(msgspec.Struct, frozen=True):
-    """Close a node's connection."""
-
-    node: str
-
-
-class Timer(msgspec.Struct, frozen=True):
-    name: str
-    key: int
-    after_s: float
-
-
-class StepDown(msgspec.Struct, frozen=True):
-    """There is a newer coordinator: do nothing more."""
-
-
-class End(msgspec.Struct, frozen=True):
-    """The job is over, and everybody has been told."""
-
-
-Action = Write | Send | Drop | Timer | StepDown | End
-
-
-class Coordinator:
+class Coordinator(Forming):
     """Changed by `handle` alone."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        term: int,
-        record: Record | None,
-        node: str = "",
-        decide: Decide = decide_unless_same_error,
-    ) -> None:
-        self.settings = settings
-        self.node = node
-        self.term = term
-        self.decide = decide
-        self.phase = Phase.GATHERING
-        self.members: dict[str, Member] = {}
-        self.generation = record.generation if record else -1
-        self.history = record.history if record and not record.over else History(settings.max_restarts)
-        self.incidents = record.incidents if record else 0
-        self.steps = record.steps if record else 0  # in worlds that have ended
-        self.arrivals = record.arrivals if record else 0
-        self.quarantine = Quarantine()
-        self.record = record
-        self.incident: Incident | None = None  # the open one
-        self.over: protocol.Over | None = None
-        self.since, self.former = term, None
-        if record is not None:
-            self.since, self.former = (term, record.over) if record.over else (record.since, record.former)
-        self.epoch = 0  # of the phase, so that an old timer is known as such
-        self.seats: dict[str, Seat] = {}
-        self.up: set[str] = set()  # nodes of the world that may have live ranks
-        self.absent: set[str] = set()  # nodes of the world that this coordinator has not met yet
-        self.unstarted: set[str] = set()
-        self.unstepped: set[str] = set()
-        self.undone: set[str] = set()  # neither done nor failed
-        self.done: set[str] = set()
-        self.unconfirmed: set[str] = set()  # nodes of the last world that have not said that their ranks are gone
-        self.heard_s = 0.0  # when one of its lost nodes was last heard of
-        self.world_steps = 0
-        self.steps_known = False  # there are beacons to tell
-        self.steps_seen = False
-        self.refill_mark = 0
-        self.launched_at_s = 0.0
-        self.broken_at_s = 0.0
-        self.causes: list[Cause] = []
-        self.joining = ""  # why a world that nothing is wrong with is being stopped
-        self.first_call_over = False
-        self.inherited = False  # the world was formed by an earlier coordinator
-        self.remembered = False  # a node has known a coordinator of this job before
-        self.missing: list[str] = []  # names of nodes that were lost since the last world
 
     def begin(self, now_s: float) -> list[Action]:
         """Take up the job, where the record left it."""
@@ -173,8 +51,7 @@ class Coordinator:
         self.quarantine.restore(record.quarantine, now_s)
         actions += [Timer("quarantine", 0, left_s) for _, _, left_s in record.quarantine]
         self.first_call_over = record.generation >= 0
-        if record.incident is not None:
-            self.incident = protocol.shifted(record.incident, now_s)
+        self.account.take_up(record, now_s)
         if record.settled or not record.seats:
             self._seat(record.seats, now_s)
             self.up = set()
@@ -231,8 +108,8 @@ class Coordinator:
                 return [Send(node, protocol.Heard(message.now_s)), *self._progress(now_s, message)]
             case protocol.Started(generation=generation) if generation == self.generation:
                 self.unstarted.discard(node)
-                if not self.unstarted and self.incident is not None and self.incident.started_at_s is None:
-                    self.incident = _with(self.incident, started_at_s=now_s)
+                if not self.unstarted:
+                    self.account.started(now_s)
             case protocol.Stepped(generation=generation) if generation == self.generation:
                 return self._stepped(now_s, node, message.at_s + now_s - message.now_s)
             case protocol.Failing(generation=generation, why=why) if self._in_world(node, generation):
@@ -261,11 +138,11 @@ class Coordinator:
         if reason := self._seat_taken(node, hello):
             return [Send(node, protocol.Refused(reason))]
         actions: list[Action] = []
-        if hello.term > self.term or hello.generation > self.generation or hello.restarts > self.history.spent:
+        if hello.term > self.term or hello.generation > self.generation or hello.restarts > self.account.history.spent:
             # The ledger was lost. What nodes remember is the next best thing.
             self.term = max(self.term, hello.term + 1)
             self.generation = max(self.generation, hello.generation)
-            self.history = _with(self.history, spent=max(self.history.spent, hello.restarts))
+            self.account.remember(hello.restarts)
             self.first_call_over = self.first_call_over or hello.generation >= 0
             actions.append(Write(self._record(now_s)))
         self.remembered = self.remembered or hello.term >= 0
@@ -274,8 +151,8 @@ class Coordinator:
         self.arrivals = max(self.arrivals, arrival + 1)
         member = self.members[node] = Member(hello, arrival, now_s)
         actions.append(Send(node, protocol.Welcome(self.term, arrival, hello.now_s)))
-        if self.incident is not None:
-            actions.append(Send(node, protocol.Opened(self.incident, now_s)))  # it may have missed it
+        if self.account.incident is not None:
+            actions.append(Send(node, protocol.Opened(self.account.incident, now_s)))  # it may have missed it
         actions += self._note_settings(node, hello)
         actions += self._take_up(now_s, node, member)
         return actions + self._consider(now_s, node)
@@ -447,49 +324,21 @@ class Coordinator:
         if not self.causes:
             headline = self.joining or (STOPPED_BEFORE if self.inherited else "the world was stopped")
             self.causes.append(Cause(Kind.MEMBERSHIP, headline, self.broken_at_s))
-        blamed = blame(self.causes)
-        opened = incidents.of(self.incidents + 1, self.generation, blamed)
-        return actions + self._answer(now_s, opened, blamed.first)
-
-    def _answer(self, now_s: float, opened: Incident, first: Cause) -> list[Action]:
-        """Decide what an incident leads to, and set it going."""
-        uptime_s = opened.failed_at_s - self.launched_at_s
-        steps = self.world_steps if self.steps_known else None
-        rank = opened.rank if opened.rank is not None else 0
-        failure = Failure(opened.kind, rank, opened.headline, first.where, first.raised, steps, uptime_s)
-        self.history = self.history.seen(failure)
-        charged = self._is_charged(first)
-        decision = self.decide(self.history, failure) if charged else Restart("restart that is not counted")
-        if self.settings.alone and (stuck := next((c for c in self.causes if c.kind is Kind.HANG), None)):
-            # There is no other node, and this one holds ranks that cannot be ended.
-            opened, decision = _with(opened, kind=Kind.HANG), GiveUp(stuck.headline)
-        self.incident = _with(
-            opened,
-            steps=steps,
-            uptime_s=uptime_s,
-            stopped_at_s=now_s,
-            action=decision.reason,
-            restarted=isinstance(decision, Restart),
-        )
-        self.incidents = opened.number
-        actions: list[Action] = [Write(self._record(now_s)), *self._broadcast(protocol.Opened(self.incident, now_s))]
-        if isinstance(decision, GiveUp):
-            return actions + self._finish(now_s, opened.kind, decision.reason)
-        if charged:
-            self.history = self.history.charged()
-        actions += self._judge(now_s, first)
-        if decision.after_s > 0:
+        answer = self.account.open(now_s, self._ended(), self.causes)
+        assert self.account.incident is not None
+        opened = protocol.Opened(self.account.incident, now_s)
+        actions += [Write(self._record(now_s)), *self._broadcast(opened)]
+        if isinstance(answer.decision, GiveUp):
+            return actions + self._finish(now_s, opened.incident.kind, answer.decision.reason)
+        actions += self._judge(now_s, answer.first)
+        if answer.decision.after_s > 0:
             self._enter(Phase.WAITING)
-            return [*actions, Timer("backoff", self.epoch, decision.after_s)]
+            return [*actions, Timer("backoff", self.epoch, answer.decision.after_s)]
         return actions + self._gather(now_s)
 
-    def _is_charged(self, first: Cause) -> bool:
-        if first.kind is Kind.MEMBERSHIP and not self.steps_seen:
-            return False  # nodes of one start come one after the other; nothing was done that could be lost
-        if first.kind is Kind.MEMBERSHIP and self.history.left <= 0:
-            return False  # it was free when it began, and a step was done since; nobody's arrival ends a job
-        membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
-        return not (membership and self.settings.budget is Budget.FAILURES)
+    def _ended(self) -> Ended:
+        steps = self.world_steps if self.steps_known else None
+        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen)
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:
         """Set a node aside that keeps failing, if the job can do without it."""
@@ -505,149 +354,6 @@ class Coordinator:
         left_s = self.quarantine.left_s(first.node, now_s)
         return [*self._broadcast(protocol.Note(text)), Timer("quarantine", 0, left_s)]
 
-    # -- the next world -----------------------------------------------------------------------------------------------
-
-    def _gather(self, now_s: float) -> list[Action]:
-        self._enter(Phase.GATHERING)
-        actions: list[Action] = []
-        if not self.settings.alone:
-            actions.append(Timer("join", self.epoch, self.settings.join_timeout_s))
-        return actions + self._consider(now_s)
-
-    def _consider(self, now_s: float, newcomer: str = "") -> list[Action]:
-        """Whether a world can be formed, or a running one be made larger."""
-        if self.phase is Phase.GATHERING:
-            return self._form_if_possible(now_s, newcomer)
-        if self.phase is Phase.RUNNING:
-            return self._grow_if_possible(now_s)
-        return []
-
-    def _available(self) -> tuple[bool, list[Member]]:
-        """Whether somebody is about to be available, and who is."""
-        returning = False
-        found: list[Member] = []
-        for node, member in self.members.items():
-            if self.quarantine.holds(member.hello.host):
-                continue
-            if member.available:
-                found.append(member)
-            elif member.returning and node in self.seats:
-                returning = True
-        return returning, found
-
-    def _form_if_possible(self, now_s: float, newcomer: str) -> list[Action]:
-        settings = self.settings
-        if len(self.members) < settings.min_nodes:
-            return self._tell_who_is_missing(newcomer, len(self.members))
-        if not self.first_call_over and settings.last_call_s > 0 and len(self.members) < settings.everyone:
-            return [Timer("last call", self.epoch, settings.last_call_s)] if newcomer else []
-        if not self.confirmed:
-            return self._wait_for_fence(now_s)
-        returning, available = self._available()
-        if returning:
-            return []
-        chosen = choose(settings, available, tuple(self.seats.values()))
-        if not chosen:
-            return self._tell_who_is_missing(newcomer, len(available))
-        return self._form(now_s, chosen)
-
-    def _wait_for_fence(self, now_s: float) -> list[Action]:
-        """Nobody of the last world could be asked to stop, so it may still run, cut off from here. Its ranks' leases
-        count from when their nodes were last heard of; a world without any of them has to wait until these are over."""
-        left_s = self._fence_left_s(now_s)
-        if left_s <= 0:
-            self.unconfirmed = set()
-            return self._consider(now_s)
-        text = f"no node of generation {self.generation} answers; it may still run, and ends by itself"
-        told = self._broadcast(protocol.Waiting(f"{text} within {left_s:.0f} s"))
-        return [*told, Timer("fence", self.epoch, left_s)]
-
-    def _fence_left_s(self, now_s: float) -> float:
-        # More than a lease, since a coordinator that was replaced may have prolonged it before it noticed.
-        return self.heard_s + self.settings.join_timeout_s + self.settings.return_s - now_s
-
-    def _form(self, now_s: float, chosen: list[Member]) -> list[Action]:
-        seats = seat(self.settings, chosen, tuple(self.seats.values()))
-        self.generation += 1
-        self._seat(seats, now_s)
-        self.first_call_over = True
-        self.missing = []
-        if self.incident is not None:
-            self.incident = _with(self.incident, launched_at_s=now_s)
-        self._enter(Phase.RUNNING)
-        launches: list[Action] = [
-            Send(place.node, protocol.Launch(world))
-            for place, world in zip(
-                seats, shares(self.settings, seats, self.generation, self.history.spent), strict=True
-            )
-        ]
-        return [Write(self._record(now_s)), *launches, *self._stand_by()]
-
-    def _seat(self, seats: tuple[Seat, ...], now_s: float) -> None:
-        self.seats = {place.node: place for place in seats}
-        self.up = set(self.seats)
-        self.absent = set()
-        self.unstarted, self.unstepped, self.undone = set(self.seats), set(self.seats), set(self.seats)
-        self.unconfirmed, self.done = set(self.seats), set()
-        self.heard_s = 0.0
-        self.world_steps = self.refill_mark = 0
-        self.steps_known = self.steps_seen = False
-        self.causes, self.joining, self.inherited = [], "", False
-        self.launched_at_s = now_s
-
-    def _launch_of(self, node: str) -> protocol.Launch:
-        seats = tuple(self.seats.values())
-        worlds = shares(self.settings, seats, self.generation, self.history.spent)
-        return protocol.Launch(worlds[self.seats[node].group_rank])
-
-    def _grow_if_possible(self, now_s: float) -> list[Action]:
-        settings = self.settings
-        waiting = len(self.members) > len(self.seats)
-        if not waiting or self.absent or settings.static or settings.policy is Policy.MIN_HEALTHY:
-            return self._stand_by() if waiting else []
-        if len(self.undone) < len(self.seats):
-            return self._stand_by()  # it is about to end
-        _, available = self._available()
-        chosen = choose(settings, available, tuple(self.seats.values()))
-        if len(chosen) <= len(self.seats) or target(settings, len(available)) <= len(self.seats):
-            return self._stand_by()
-        new = [member.hello.host for member in chosen if member.hello.node not in self.seats]
-        free = not self.steps_seen or settings.budget is Budget.FAILURES
-        if not free and self.history.left <= 0:
-            return self._stand_by("no restarts are left to take it in")
-        self.joining = f"node {', '.join(new[:3])}{' and others' if len(new) > 3 else ''} joined"
-        return self._break(now_s, self.joining)
-
-    def _stand_by(self, why: str = "") -> list[Action]:
-        """Tell those that are not in the world, once."""
-        actions: list[Action] = []
-        for node, member in self.members.items():
-            if node in self.seats or member.leaving is not None:
-                continue
-            held = self.quarantine.why(member.hello.host)
-            text = f"set aside: {held}" if held else f"standing by as a spare{f': {why}' if why else ''}"
-            if member.told != text:
-                member.told = text
-                actions.append(Send(node, protocol.Standby(text)))
-        return actions
-
-    def _tell_who_is_missing(self, newcomer: str, here: int) -> list[Action]:
-        settings = self.settings
-        if settings.alone:
-            return []
-        lacking = settings.min_nodes - here
-        if settings.static:
-            have = {member.hello.order for member in self.members.values()}
-            who = ", ".join(f"node rank {rank}" for rank in range(settings.min_nodes) if rank not in have)
-        else:
-            who = f"{lacking} more node{'s' if lacking != 1 else ''}"
-            if self.missing:
-                who += f" (lost: {', '.join(dict.fromkeys(self.missing[-8:]))})"
-        text = f"{here} of {settings.min_nodes} nodes are here; waiting at most {settings.join_timeout_s:g} s for {who}"
-        if newcomer:
-            return [Send(newcomer, protocol.Waiting(text))]
-        return self._broadcast(protocol.Waiting(text)) if self.missing else []
-
     # -- the world runs -----------------------------------------------------------------------------------------------
 
     def _progress(self, now_s: float, beat: protocol.Beat) -> list[Action]:
@@ -655,35 +361,20 @@ class Coordinator:
             return []
         self.world_steps = beat.steps
         self.steps_known = self.steps_seen = True
-        refill, given = self.settings.refill_steps, self.history.refilled
-        while refill and self.world_steps >= self.refill_mark + refill:
-            self.refill_mark += refill
-            if self.history.refilled < self.history.spent:
-                self.history = self.history.refunded()
-        return [Write(self._record(now_s))] if self.history.refilled > given else []
+        return [Write(self._record(now_s))] if self.account.refill(self.world_steps) else []
 
     def _stepped(self, now_s: float, node: str, at_s: float) -> list[Action]:
         self.steps_known = self.steps_seen = True
         self.unstepped.discard(node)
-        if self.unstepped or self.incident is None or self.phase is not Phase.RUNNING:
+        if self.unstepped or self.account.incident is None or self.phase is not Phase.RUNNING:
             return []
-        recovered_at_s = max(at_s, self.incident.launched_at_s or at_s)
-        started_at_s = self.incident.started_at_s  # it may have been told to an earlier coordinator alone
-        self.incident = _with(
-            self.incident,
-            started_at_s=recovered_at_s if started_at_s is None else started_at_s,
-            recovered_at_s=recovered_at_s,
-        )
+        self.account.recovered(at_s)
         closed = self._close_incident(now_s)
         return [*closed, Write(self._record(now_s))]  # a next coordinator must not close it again
 
     def _close_incident(self, now_s: float, failed_again_at_s: float | None = None) -> list[Action]:
-        if self.incident is None:
-            return []
-        closed, self.incident = self.incident, None
-        if closed.started_at_s is not None and closed.recovered_at_s is None:
-            closed = _with(closed, failed_again_at_s=failed_again_at_s)
-        return self._broadcast(protocol.Closed(closed, now_s))
+        closed = self.account.close(failed_again_at_s)
+        return [] if closed is None else self._broadcast(protocol.Closed(closed, now_s))
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -725,8 +416,7 @@ class Coordinator:
         actions: list[Action] = []
         absent = [node for node in self.seats if node in self.absent]
         if not self.remembered and len(absent) == len(self.up):
-            spent = self.history.spent  # the count only grows
-            self.history = History(self.settings.max_restarts, spent, refilled=spent)
+            self.account.begin_anew()
             self.up, self.absent, self.causes = set(), set(), []
             return self._gather(now_s)
         for node in absent:
@@ -741,9 +431,7 @@ class Coordinator:
             return [Timer("join", self.epoch, left_s + settings.node_timeout_s)]
         if chosen := choose(settings, available, tuple(self.seats.values())):
             return self._form(now_s, chosen)  # without those that were about to be available
-        wanted = f"{len(available)} of {settings.min_nodes} nodes came"
-        lost = f"; lost: {', '.join(dict.fromkeys(self.missing[-8:]))}" if self.missing else ""
-        reason = f"{wanted} within {settings.join_timeout_s:g} s{lost}; start the others, or lower --nnodes"
+        reason = texts.too_few(settings, len(available), self.missing)
         return self._finish(now_s, Kind.LOST_NODE, reason)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -765,80 +453,46 @@ class Coordinator:
             return [Send(event.node, self.over)]
         return []
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    @property
+    def history(self) -> History:
+        return self.account.history
 
-    def _enter(self, phase: Phase) -> None:
-        self.phase = phase
-        self.epoch += 1
+    @property
+    def incident(self) -> Incident | None:
+        return self.account.incident
+
+    @property
+    def incidents(self) -> int:
+        return self.account.incidents
+
+    # -- what is known ------------------------------------------------------------------------------------------------
 
     def _in_world(self, node: str, generation: int) -> bool:
         return generation == self.generation and node in self.seats
 
     @property
-    def confirmed(self) -> bool:
-        """The last world can do no more steps: too many of its nodes have said that their ranks are gone. One suffices,
-        unless it was one to do without some."""
-        if self.settings.policy is Policy.MIN_HEALTHY:
-            return len(self.unconfirmed) < self.settings.min_nodes
-        return not self.unconfirmed or len(self.unconfirmed) < len(self.seats)
-
-    @property
     def _only_leavers(self) -> bool:
         return all(member.leaving is not None for member in self.members.values())
 
-    def _record(self, now_s: float) -> Record:
-        return Record(
-            run_id=self.settings.run_id,
-            term=self.term,
-            generation=self.generation,
-            history=self.history,
-            node=self.node,
-            incidents=self.incidents,
-            steps=self.steps,
-            arrivals=self.arrivals,
-            refill_mark=self.refill_mark,
-            seats=tuple(self.seats.values()),
-            settled=self.phase not in (Phase.RUNNING, Phase.STOPPING),
-            confirmed=self.confirmed,
-            incident=None if self.incident is None else protocol.shifted(self.incident, -now_s),
-            quarantine=self.quarantine.remaining(now_s),
-            over=self.over,
-            since=self.since,
-            former=self.former,
-        )
-
-    def _broadcast(self, message: protocol.ToAgent) -> list[Action]:
-        return [Send(node, message) for node in self.members]
-
     def _look(self, now_s: float, visitor: str, look: protocol.Look) -> list[Action]:
         lifted = bool(look.lift) and self.quarantine.lift(look.lift)
+        has_world = self.phase in (Phase.RUNNING, Phase.STOPPING)
         seen = tuple(
-            protocol.Seen(member.hello.host, member.hello.addr, member.hello.local_size, *self._state(node, member))
+            texts.seen(node, member, self.seats, has_world, self.quarantine)
             for node, member in itertools.islice(self.members.items(), protocol.MAX_NODES_SHOWN)
         )
         answer = protocol.Nodes(
             run_id=self.settings.run_id,
             term=self.term,
             generation=self.generation,
-            restarts=self.history.spent,
-            max_restarts=self.history.limit,
+            restarts=self.account.history.spent,
+            max_restarts=self.account.history.limit,
             phase=self.phase.value,
             nodes=seen,
             count=len(self.members),
             lifted=lifted,
         )
         return [Send(visitor, answer), *([Write(self._record(now_s)), *self._consider(now_s)] if lifted else [])]
-
-    def _state(self, node: str, member: Member) -> tuple[str, str]:
-        if held := self.quarantine.why(member.hello.host):
-            return "set aside", held
-        if node in self.seats and self.phase in (Phase.RUNNING, Phase.STOPPING):
-            return f"node rank {self.seats[node].group_rank}", ""
-        if member.leaving is not None:
-            return "leaving", f"it got {signal_name(member.leaving)}"
-        if self.phase in (Phase.RUNNING, Phase.STOPPING):
-            return "spare" if member.available else "joining", ""
-        return "waiting", ""
 
 
 def _with(value: S, **changes: object) -> S:

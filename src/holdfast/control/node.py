@@ -13,8 +13,33 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.control import protocol
+from holdfast.control.acts import (
+    Action,
+    ClearLeftovers,
+    Closed,
+    Contact,
+    ContactLost,
+    Event,
+    Exited,
+    Finish,
+    HangUp,
+    HelpersLost,
+    HelpersReady,
+    KeeperLost,
+    Lease,
+    Opened,
+    PrepareHelpers,
+    Run,
+    Signal,
+    Started,
+    Stepped,
+    StopRequested,
+    Tell,
+    Timer,
+    TimerFired,
+    Told,
+)
 from holdfast.control.causes import Cause, Kind, RankExit, signal_name
-from holdfast.control.incidents import Incident
 from holdfast.control.membership import BEATS
 from holdfast.control.worlds import World
 
@@ -29,143 +54,6 @@ class Phase(StrEnum):
     RUNNING = "running"
     STOPPING = "stopping"
     DONE = "done"
-
-
-# -- events, beside the coordinator's messages ------------------------------------------------------------------------
-
-
-class HelpersReady(msgspec.Struct, frozen=True):
-    """Workers can be forked."""
-
-
-class HelpersLost(msgspec.Struct, frozen=True):
-    """The zygote or the janitor was killed, and every worker with it."""
-
-    what: str
-    steps: int | None = None  # that its ranks had done
-
-
-class KeeperLost(msgspec.Struct, frozen=True):
-    """The store keeper of the generation was killed. What is connected goes on, but nothing new can start."""
-
-    generation: int
-
-
-class Started(msgspec.Struct, frozen=True):
-    """All local ranks of the generation have a process."""
-
-    generation: int
-
-
-class Stepped(msgspec.Struct, frozen=True):
-    """A rank has done its first step."""
-
-    rank: int
-    generation: int
-    at_s: float
-
-
-class Exited(msgspec.Struct, frozen=True):
-    generation: int
-    exit: RankExit
-
-
-class StopRequested(msgspec.Struct, frozen=True):
-    signum: int
-
-
-class Contact(msgspec.Struct, frozen=True):
-    """A coordinator is at the other end of a new connection."""
-
-
-class ContactLost(msgspec.Struct, frozen=True):
-    """The connection is gone."""
-
-
-class TimerFired(msgspec.Struct, frozen=True):
-    name: str
-    key: int
-
-
-Local = HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | StopRequested
-Event = Local | Contact | ContactLost | TimerFired | protocol.ToAgent
-
-
-# -- actions ----------------------------------------------------------------------------------------------------------
-
-
-class PrepareHelpers(msgspec.Struct, frozen=True):
-    """Start a janitor and a zygote."""
-
-
-class Run(msgspec.Struct, frozen=True):
-    """Fork the ranks of a world."""
-
-    world: World
-
-
-class Signal(msgspec.Struct, frozen=True):
-    ranks: tuple[int, ...]
-    signum: int
-    why: str
-
-
-class Timer(msgspec.Struct, frozen=True):
-    name: str
-    key: int  # what it was set for; it comes back with it, and counts only if that is still so
-    after_s: float
-
-
-class ClearLeftovers(msgspec.Struct, frozen=True):
-    """The world is over: end whatever its workers left running."""
-
-
-class Tell(msgspec.Struct, frozen=True):
-    """Send to the coordinator. The shell fills in what it alone knows: the port of the store, the steps done."""
-
-    message: protocol.ToCoordinator
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """Ranks may step until then, whatever becomes of this agent."""
-
-    until_s: float
-
-
-class HangUp(msgspec.Struct, frozen=True):
-    """What is at the other end is silent, or has been replaced: close the connection, and look for a coordinator."""
-
-    why: str
-
-
-class Told(msgspec.Struct, frozen=True):
-    """Tell the person at this node."""
-
-    text: str
-
-
-class Opened(msgspec.Struct, frozen=True):
-    """A failure was understood and answered; times on this node's clock."""
-
-    incident: Incident
-
-
-class Closed(msgspec.Struct, frozen=True):
-    """What the failure cost is known."""
-
-    incident: Incident
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """This node's part is over; None is success."""
-
-    kind: Kind | None
-    reason: str = ""
-
-
-Action = (
-    PrepareHelpers | Run | Signal | Timer | ClearLeftovers | Tell | Lease | HangUp | Told | Opened | Closed | Finish
-)
 
 
 class Node:

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast.control import coordinator as machine
-from holdfast.control import protocol
+from holdfast.control import orders, protocol
+from holdfast.control.coordinator import Coordinator
 from holdfast.coordinator.ledger import Deposed, Ledger
 
 Deliver = Callable[[protocol.ToAgent], None]
@@ -25,7 +25,7 @@ class Host:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        coordinator: machine.Coordinator,
+        coordinator: Coordinator,
         ledger: Ledger,
         on_deposed: Callable[[str], None],
     ) -> None:
@@ -34,8 +34,8 @@ class Host:
         self._ledger = ledger
         self._on_deposed = on_deposed
         self._nodes: dict[str, tuple[Deliver, Callable[[], None]]] = {}
-        self._events: deque[machine.Event] = deque()
-        self._actions: deque[machine.Action] = deque()
+        self._events: deque[orders.Event] = deque()
+        self._actions: deque[orders.Action] = deque()
         self._writing: asyncio.Future[Any] | None = None
         self._pumping = False
         self._closed = False
@@ -72,14 +72,14 @@ class Host:
         del self._nodes[node]
         if self._deserted is not None and not self._nodes:
             self._deserted.set()
-        self._post(machine.Gone(node))
+        self._post(orders.Gone(node))
 
     def receive(self, node: str, message: protocol.ToCoordinator) -> None:
-        self._post(machine.From(node, message))
+        self._post(orders.From(node, message))
 
     # -- events and actions -------------------------------------------------------------------------------------------
 
-    def _post(self, event: machine.Event) -> None:
+    def _post(self, event: orders.Event) -> None:
         if self._closed:
             return
         self._events.append(event)
@@ -100,24 +100,24 @@ class Host:
         finally:
             self._pumping = False
 
-    def _do(self, action: machine.Action) -> None:
+    def _do(self, action: orders.Action) -> None:
         match action:
-            case machine.Send(node=node, message=message):
+            case orders.Send(node=node, message=message):
                 if (known := self._nodes.get(node)) is not None:
                     known[0](message)
-            case machine.Write(record=record):
+            case orders.Write(record=record):
                 if (writing := self._ledger.write(record)) is not None:
                     self._write(writing)
-            case machine.Drop(node=node):
+            case orders.Drop(node=node):
                 if (known := self._nodes.pop(node, None)) is not None:
                     known[1]()
-            case machine.Timer(name=name, key=key, after_s=after_s):
-                self._set_timer(after_s, machine.TimerFired(name, key))
+            case orders.Timer(name=name, key=key, after_s=after_s):
+                self._set_timer(after_s, orders.TimerFired(name, key))
                 if name == "tick":
                     self._ledger.touch()
-            case machine.StepDown():
+            case orders.StepDown():
                 self.depose("a newer coordinator has taken over")
-            case machine.End():
+            case orders.End():
                 self._ended = True
 
     def _write(self, writing: Awaitable[None]) -> None:
@@ -142,7 +142,7 @@ class Host:
             self.abandon()
             self._on_deposed(why)
 
-    def _set_timer(self, after_s: float, event: machine.Event) -> None:
+    def _set_timer(self, after_s: float, event: orders.Event) -> None:
         def fire() -> None:
             self._timers.discard(handle)
             self._post(event)

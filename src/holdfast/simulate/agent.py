@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from holdfast.control import acts, protocol
 from holdfast.control import node as machine
-from holdfast.control import protocol
 from holdfast.control.causes import RankExit
-from holdfast.simulate import invariants as seen
+from holdfast.simulate import observed as seen
 from holdfast.simulate.ledgers import Leader
 from holdfast.simulate.network import Wire
 from holdfast.simulate.processes import Host, Process
@@ -38,7 +38,7 @@ class Agent(Process):
         self.node_id = f"{host.name}.{host.agents}"
         self.may_write = True
         self.stops_after_beat = False  # so that the answer lies in its buffer for as long as it is stopped
-        self.finished: machine.Finish | None = None
+        self.finished: acts.Finish | None = None
         self.server: Server | None = None
         self.group: Group | None = None
         self.groups: list[Group] = []
@@ -47,7 +47,7 @@ class Agent(Process):
         self.wire: Wire | None = None
         self._calling: Wire | None = None
         self._pause_s = FIRST_PAUSE_S
-        self._events: deque[machine.Event] = deque()
+        self._events: deque[acts.Event] = deque()
         self._feeding = False
         self._helpers = 0
         self._campaigns = 0
@@ -131,11 +131,11 @@ class Agent(Process):
     def _coordinate(self, term: int, record: Any) -> None:
         self.server = Server(self, term, record, self.sim.etcd if self.sim.etcd is not None else self.sim.file)
         self.server.begin()
-        self.feed(machine.Contact())
+        self.feed(acts.Contact())
 
     def deposed(self) -> None:
         self.server = None
-        self.feed(machine.ContactLost())
+        self.feed(acts.ContactLost())
         self._look_again()
 
     def _call(self, there: Host, find: Any) -> None:
@@ -160,7 +160,7 @@ class Agent(Process):
             return
         self._calling, self.wire = None, wire
         self._pause_s = FIRST_PAUSE_S
-        self.feed(machine.Contact())
+        self.feed(acts.Contact())
 
     def received(self, wire: Wire, message: object) -> None:
         if wire is self.wire:
@@ -178,18 +178,18 @@ class Agent(Process):
         elif wire is self.wire:
             self.wire = None
             self.timeline.note(self.node_id, "lost its connection")
-            self.feed(machine.ContactLost())
+            self.feed(acts.ContactLost())
             self._look_again()
 
     def lose_local_contact(self) -> None:
         """The coordinator in this process and this node have lost sight of each other, as in a pause of the ledger."""
         if self.server is not None:
-            self.feed(machine.ContactLost())
+            self.feed(acts.ContactLost())
             self.after(FIRST_PAUSE_S, self._local_contact)
 
     def _local_contact(self) -> None:
         if self.server is not None and not self.server.closed_down:
-            self.feed(machine.Contact())
+            self.feed(acts.Contact())
 
     # -- the machine --------------------------------------------------------------------------------------------------
 
@@ -200,49 +200,49 @@ class Agent(Process):
         self._feeding = True
         while self._events and self.alive:
             event = self._events.popleft()
-            if isinstance(event, machine.Exited | machine.HelpersLost | machine.StopRequested | machine.KeeperLost):
+            if isinstance(event, acts.Exited | acts.HelpersLost | acts.StopRequested | acts.KeeperLost):
                 self.timeline.note(self.node_id, event)
             self._execute(self.machine.handle(self.host.clock_s(), event))
         self._feeding = False
 
-    def _execute(self, actions: list[machine.Action]) -> None:
+    def _execute(self, actions: list[acts.Action]) -> None:
         for action in actions:
             if not self.alive or self.finished is not None:
                 return
             self._do(action)
 
-    def _do(self, action: machine.Action) -> None:
+    def _do(self, action: acts.Action) -> None:
         match action:
-            case machine.Tell(message=message):
+            case acts.Tell(message=message):
                 self._tell(message)
-            case machine.Timer(name=name, key=key, after_s=after_s):
-                self.after(after_s, self.feed, machine.TimerFired(name, key))
-            case machine.Lease(until_s=until_s):
+            case acts.Timer(name=name, key=key, after_s=after_s):
+                self.after(after_s, self.feed, acts.TimerFired(name, key))
+            case acts.Lease(until_s=until_s):
                 self.lease_until_s = until_s
-            case machine.Run(world=world):
+            case acts.Run(world=world):
                 self.timeline.note(self.node_id, action)
                 self.sim.checker.saw(self.timeline.now_s, seen.Ran(self.node_id, world, self.live_ranks()))
                 self.group = Group(self, world)
                 self.groups = [group for group in self.groups if group.alive] + [self.group]
                 self.sim.training.join(self.group)
-            case machine.Signal(ranks=ranks, signum=signum):
+            case acts.Signal(ranks=ranks, signum=signum):
                 self.timeline.note(self.node_id, action)
                 if self.group is not None:
                     self.group.signal(ranks, signum)
-            case machine.PrepareHelpers():
+            case acts.PrepareHelpers():
                 self._helpers += 1
                 delay_s = self.timeline.random.uniform(0.3, 2.5)
                 self.after(delay_s, self._helpers_ready, self._helpers)
-            case machine.HangUp(why=why):
+            case acts.HangUp(why=why):
                 self.timeline.note(self.node_id, f"hangs up: {why}")
                 if self.wire is not None:
                     wire, self.wire = self.wire, None
                     wire.close()
-                    self.feed(machine.ContactLost())
+                    self.feed(acts.ContactLost())
                     self._look_again()
                 else:
                     self.lose_local_contact()
-            case machine.Finish():
+            case acts.Finish():
                 self._finish(action)
 
     def _tell(self, message: Any) -> None:
@@ -260,19 +260,19 @@ class Agent(Process):
 
     def _helpers_ready(self, number: int) -> None:
         if number == self._helpers:
-            self.feed(machine.HelpersReady())
+            self.feed(acts.HelpersReady())
 
     # -- what happens to it -------------------------------------------------------------------------------------------
 
     def rank_started(self, group: Group) -> None:
-        self.feed(machine.Started(group.world.generation))
+        self.feed(acts.Started(group.world.generation))
 
     def rank_stepped(self, group: Group, rank: int, at_s: float) -> None:
-        self.feed(machine.Stepped(rank, group.world.generation, at_s))
+        self.feed(acts.Stepped(rank, group.world.generation, at_s))
 
     def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
         exit = RankExit(rank, 1000 + rank, status, at_s, steps=group.steps, raised=raised, oom_killed=oom)
-        self.feed(machine.Exited(group.world.generation, exit))
+        self.feed(acts.Exited(group.world.generation, exit))
 
     def lose_helpers(self) -> None:
         """The zygote is killed, and its ranks die with it."""
@@ -280,13 +280,13 @@ class Agent(Process):
         steps = self.group.steps if self.group is not None and self.group.alive else None
         if self.group is not None:
             self.group.kill_all(silent=True)
-        self.feed(machine.HelpersLost("the zygote was killed", steps))
+        self.feed(acts.HelpersLost("the zygote was killed", steps))
 
     def live_ranks(self) -> int:
         """Those that could be ended."""
         return sum(group.endable for group in self.groups)
 
-    def _finish(self, finish: machine.Finish) -> None:
+    def _finish(self, finish: acts.Finish) -> None:
         self.finished = finish
         self.timeline.note(self.node_id, finish)
         self.sim.finished(self, finish)

@@ -10,10 +10,10 @@ from unittest import mock
 
 import msgspec
 
+from holdfast.control import acts, membership, orders, protocol
 from holdfast.control import coordinator as coordinators
-from holdfast.control import membership, protocol
-from holdfast.control import node as nodes
 from holdfast.control.coordinator import Coordinator
+from holdfast.control.forming import Phase
 from holdfast.control.node import Node
 from holdfast.control.quarantine import Quarantine
 from holdfast.control.restarts import History
@@ -75,7 +75,7 @@ def charged_per_node() -> Any:
     def make(real: Any) -> Any:
         def down(self: Coordinator, now_s: float, node: str, member: Any, message: Any) -> Any:
             if message.causes and node in self.up:
-                self.history = self.history.charged()
+                self.account.history = self.account.history.charged()
             return real(self, now_s, node, member, message)
 
         return down
@@ -153,7 +153,7 @@ def lease_from_welcome() -> Any:
         def handle(self: Node, now_s: float, event: Any) -> Any:
             actions = real(self, now_s, event)
             if isinstance(event, protocol.Welcome) and not actions:
-                return [nodes.Lease(event.said_s + self.join_timeout_s)]
+                return [acts.Lease(event.said_s + self.join_timeout_s)]
             return actions
 
         return handle
@@ -165,7 +165,7 @@ def not_all_down() -> Any:
     """The next world is formed as soon as one node is down."""
 
     def settle_if_down(self: Coordinator, now_s: float) -> Any:
-        if self.phase is not coordinators.Phase.STOPPING or len(self.up) == len(self.seats):
+        if self.phase is not Phase.STOPPING or len(self.up) == len(self.seats):
             return []
         return self._settle(now_s)
 
@@ -202,7 +202,7 @@ def silence_not_noticed() -> Any:
     """Neither end counts missed beats."""
 
     def tick(self: Coordinator, now_s: float) -> Any:
-        return [coordinators.Timer("tick", 0, self.settings.beat_s)]
+        return [orders.Timer("tick", 0, self.settings.beat_s)]
 
     return mock.patch.object(Coordinator, "_tick", tick)
 
@@ -221,8 +221,7 @@ def spare_not_released() -> Any:
             return [
                 action
                 for action in real(self, now_s, kind, reason)
-                if not (isinstance(action, coordinators.Send) and isinstance(action.message, over))
-                or action.node in seats
+                if not (isinstance(action, orders.Send) and isinstance(action.message, over)) or action.node in seats
             ]
 
         return finish
@@ -249,7 +248,7 @@ def never_gives_up() -> Any:
     """An agent without a coordinator waits for ever."""
 
     def make(real: Any) -> Any:
-        def timer_fired(self: Node, now_s: float, timer: nodes.TimerFired) -> Any:
+        def timer_fired(self: Node, now_s: float, timer: acts.TimerFired) -> Any:
             return [] if timer.name == "contact" else real(self, now_s, timer)
 
         return timer_fired
@@ -273,7 +272,7 @@ def launch_without_welcome() -> Any:
 def ranks_left_behind() -> Any:
     """An agent that gives up leaves its ranks running."""
 
-    def finish_when_down(self: Node, now_s: float, finish: nodes.Finish, why: str) -> Any:
+    def finish_when_down(self: Node, now_s: float, finish: acts.Finish, why: str) -> Any:
         return self._finish(finish)
 
     return mock.patch.object(Node, "_finish_when_down", finish_when_down)

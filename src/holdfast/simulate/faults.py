@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast.control import node as nodes
-from holdfast.simulate import invariants as seen
+from holdfast.control import acts
+from holdfast.simulate import observed as seen
 from holdfast.simulate.network import ETCD
 from holdfast.simulate.processes import Host
 
@@ -62,6 +62,8 @@ class Faults:
                 at_s = self.random.choice(moments) + self.random.uniform(0.0, 3.0)
             [name] = self.random.choices(names, weights)
             self.timeline.at(at_s, self._inject, name)
+        if self.sim.scenario.isolated:
+            self.timeline.at(self.random.uniform(5.0, 25.0), self._inject, "isolated world")
 
     def _inject(self, name: str) -> None:
         if self.sim.calm:
@@ -241,16 +243,16 @@ class Faults:
         agent = self._some_agent()
         if agent is None:
             return False
-        agent.post(agent.feed, nodes.StopRequested(self.random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT))))
+        agent.post(agent.feed, acts.StopRequested(self.random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT))))
         if self.random.random() < 0.2:
-            self.timeline.after(0.5, agent.post, agent.feed, nodes.StopRequested(signal.SIGTERM))
+            self.timeline.after(0.5, agent.post, agent.feed, acts.StopRequested(signal.SIGTERM))
         self._come_back(agent.host)
         return True
 
     def _terminate_all(self) -> bool:
         for agent in list(self.sim.agents):
             delay_s = self.random.uniform(0.0, 0.2)
-            self.timeline.after(delay_s, agent.post, agent.feed, nodes.StopRequested(signal.SIGTERM))
+            self.timeline.after(delay_s, agent.post, agent.feed, acts.StopRequested(signal.SIGTERM))
         return True
 
     def _helper_loss(self) -> bool:
@@ -267,7 +269,7 @@ class Faults:
         if not found:
             return False
         group = self.random.choice(found)
-        group.agent.post(group.agent.feed, nodes.KeeperLost(group.world.generation))
+        group.agent.post(group.agent.feed, acts.KeeperLost(group.world.generation))
         return True
 
     def _lift(self) -> bool:

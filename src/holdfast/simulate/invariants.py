@@ -6,13 +6,28 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-import msgspec
-
 from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import Budget, Settings
 from holdfast.control.quarantine import QUARANTINE_S
 from holdfast.control.worlds import World
+from holdfast.simulate.observed import (
+    Committed,
+    Ended,
+    Event,
+    Finished,
+    IncidentClosed,
+    IncidentOpened,
+    Launched,
+    Left,
+    Ran,
+    Renewed,
+    Restored,
+    SetAside,
+    Stepped,
+    Stopped,
+    TakenBack,
+)
 
 # A node that comes and goes may cost worlds, but not more than these in a minute.
 WORLDS_PER_MINUTE = 40
@@ -23,111 +38,6 @@ class Violation(Exception):
         super().__init__(f"{invariant}: {text}")
         self.invariant = invariant
         self.text = text
-
-
-# -- what happened ----------------------------------------------------------------------------------------------------
-
-
-class Launched(msgspec.Struct, frozen=True):
-    """A coordinator told a node its share of a world."""
-
-    term: int
-    coordinator: str
-    node: str
-    host: str
-    world: World
-
-
-class Stopped(msgspec.Struct, frozen=True):
-    """A coordinator told a node to stop a world."""
-
-    term: int
-    coordinator: str
-    node: str
-    generation: int
-    why: str
-
-
-class Ran(msgspec.Struct, frozen=True):
-    """A node forked its ranks, while it had so many older ones."""
-
-    node: str
-    world: World
-    old_ranks: int
-
-
-class Stepped(msgspec.Struct, frozen=True):
-    generation: int
-    step: int
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """A checkpoint was acknowledged."""
-
-    generation: int
-    step: int
-
-
-class Restored(msgspec.Struct, frozen=True):
-    generation: int
-    step: int
-
-
-class IncidentOpened(msgspec.Struct, frozen=True):
-    term: int
-    incident: Incident
-
-
-class IncidentClosed(msgspec.Struct, frozen=True):
-    term: int
-    incident: Incident
-
-
-class SetAside(msgspec.Struct, frozen=True):
-    host: str
-
-
-class TakenBack(msgspec.Struct, frozen=True):
-    host: str
-
-
-class Left(msgspec.Struct, frozen=True):
-    """The coordinator has heard that this node goes."""
-
-    node: str
-
-
-class Renewed(msgspec.Struct, frozen=True):
-    """All nodes were started anew, and the job with them; or it had ended, and another begins under its name."""
-
-    restarts: int = 0  # that were counted until then, and are given back
-    another_job: bool = False
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """A coordinator said that the job is over."""
-
-    term: int
-    kind: Kind | None
-    reason: str
-    fit: int  # nodes that were there and could have been used
-    leaving: bool  # some node was told to go
-    reached: tuple[str, ...] = ()  # nodes that must have heard it
-
-
-class Finished(msgspec.Struct, frozen=True):
-    """An agent has finished, by itself or because it was told to, with so many ranks alive."""
-
-    node: str
-    kind: Kind | None
-    reason: str
-    live_ranks: int
-
-
-Event = (
-    Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
-    | Left | Renewed | Ended | Finished
-)  # fmt: skip
 
 
 class Plan:
@@ -367,7 +277,7 @@ class Checker:
         enough = event.fit >= self.settings.min_nodes and not self._aside
         if event.kind is Kind.LOST_NODE and " nodes came within " in event.reason and enough:
             raise Violation("the end", f"{event.fit} nodes were there, but: {event.reason}")
-        if event.kind is Kind.PREEMPTED and not event.leaving:
+        if event.kind is Kind.PREEMPTED and not event.leaving and not event.reason.startswith("no restart:"):
             raise Violation("the end", "nobody was told to stop, but the job was preempted")
         if event.reason.startswith("no restart:") and self.newest + 1 < self.settings.max_restarts:
             raise Violation("the end", f"{event.reason}, after {self.newest + 1} worlds")

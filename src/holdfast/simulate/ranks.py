@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.control.membership import Policy
 from holdfast.control.worlds import World
-from holdfast.simulate import invariants as seen
+from holdfast.simulate import observed as seen
 from holdfast.wire.messages import Raised
 
 if TYPE_CHECKING:

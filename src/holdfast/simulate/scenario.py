@@ -41,6 +41,7 @@ class Scenario(msgspec.Struct, frozen=True):
     hostile: bool
     faults: int
     calm_at_s: float  # no fault after that, and everything is mended
+    isolated: bool  # among them, for sure: a whole world that nobody hears of for longer than its lease
 
 
 def draw(seed: int, nodes: int | None = None) -> Scenario:
@@ -48,13 +49,15 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     alone = nodes is None and rng.random() < 0.04
     hosts = nodes or (1 if alone else rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 8)))
-    static = not alone and rng.random() < 0.08
+    # A world of one node, with others to take its place: what a lease is for.
+    isolated = nodes is None and hosts > 1 and rng.random() < 0.08
+    static = not alone and not isolated and rng.random() < 0.08
     spares = 0 if static or alone else rng.choice((0, 0, 0, 0, 1, 1, 2))
-    max_nodes = hosts if static else max(1, hosts - spares - rng.choice((0, 0, 0, 1)))
+    max_nodes = 1 if isolated else hosts if static else max(1, hosts - spares - rng.choice((0, 0, 0, 1)))
     min_nodes = max_nodes if static or rng.random() < 0.25 else rng.randint(1, max_nodes)
     elected = not alone and not static and rng.random() < 0.4
     node_timeout_s = rng.choice((1.5, 3.0, 3.0, 3.0, 4.5))
-    step_s = rng.uniform(0.1, 1.0)
+    step_s = rng.uniform(0.1, 0.3 if isolated else 1.0)
     settings = Settings(
         run_id="simulated",
         min_nodes=min_nodes,
@@ -68,7 +71,7 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
         static=static,
         alone=alone,
         elected=elected,
-        join_timeout_s=rng.uniform(5.0, 30.0),
+        join_timeout_s=rng.uniform(5.0, 10.0 if isolated else 30.0),
         last_call_s=rng.choice((0.0, 0.0, 0.0, rng.uniform(1.0, 6.0))),
         node_timeout_s=node_timeout_s,
     )
@@ -76,7 +79,7 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
         settings=settings,
         machines=tuple(_machines(rng, hosts, static)),
         program=Program(
-            steps=round(rng.uniform(10.0, 90.0) / step_s),
+            steps=round(rng.uniform(60.0 if isolated else 10.0, 90.0) / step_s),
             step_s=step_s,
             commit_every=rng.choice((1, 2, 5, 10)),
             start_s=rng.uniform(0.05, 1.5),
@@ -90,7 +93,8 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
         drift=rng.choice((0.0, 1e-4, 1e-3)),
         hostile=rng.random() < 0.15,
         faults=0 if rng.random() < 0.05 else min(40, round(rng.expovariate(1 / 9.0)) + 1),
-        calm_at_s=rng.uniform(20.0, 100.0),
+        calm_at_s=rng.uniform(60.0 if isolated else 20.0, 100.0),
+        isolated=isolated,
     )
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.control import coordinator as machine
-from holdfast.control import protocol
+from holdfast.control import orders, protocol
+from holdfast.control.forming import Phase
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import Record
-from holdfast.simulate import invariants as seen
+from holdfast.simulate import observed as seen
 from holdfast.simulate.ledgers import TTL_S, Etcd, File
 from holdfast.simulate.network import Wire
 
@@ -39,8 +40,8 @@ class Server:
         self.nodes: dict[str, Wire | None] = {}  # None: the agent that this is in
         self.closed_down = False
         self.ended = False
-        self._actions: deque[machine.Action | Unheard] = deque()
-        self._events: deque[machine.Event] = deque()
+        self._actions: deque[orders.Action | Unheard] = deque()
+        self._events: deque[orders.Event] = deque()
         self._writing = False
         self._pumping = False
         self._deserted: Callable[[], None] | None = None
@@ -89,20 +90,20 @@ class Server:
             if self._deserted is not None and not self.nodes:
                 self._deserted()
             self._note(f"lost the connection of {wire.node}")
-            self._feed(machine.Gone(wire.node))
+            self._feed(orders.Gone(wire.node))
 
     def receive(self, node: str, message: Any) -> None:
         if not isinstance(message, QUIET):
             self.agent.timeline.note(self.name, ("from", node, message))
-        self._feed(machine.From(node, message))
+        self._feed(orders.From(node, message))
 
     def lift(self, host: str) -> None:
         """Somebody runs `holdfast nodes --lift`."""
-        self._feed(machine.From("visitor", protocol.Look(host)))
+        self._feed(orders.From("visitor", protocol.Look(host)))
 
     # -- events and actions -------------------------------------------------------------------------------------------
 
-    def _feed(self, event: machine.Event) -> None:
+    def _feed(self, event: orders.Event) -> None:
         if not self.holds_term():
             # As after a pause. An answer to a beat would prolong a lease that a newer coordinator waits for.
             self.depose("its lease was not renewed in time")
@@ -121,13 +122,13 @@ class Server:
                 self._handle(self._events.popleft())
         self._pumping = False
 
-    def _handle(self, event: machine.Event) -> None:
+    def _handle(self, event: orders.Event) -> None:
         coordinator = self.coordinator
         incident = coordinator.incident
-        if isinstance(event, machine.TimerFired) and event.name == "return":
+        if isinstance(event, orders.TimerFired) and event.name == "return":
             before = (coordinator.incidents, coordinator.epoch)
             actions = coordinator.handle(self.agent.host.clock_s(), event)
-            went_on = coordinator.phase is machine.Phase.STOPPING or before[1] == coordinator.epoch
+            went_on = coordinator.phase is Phase.STOPPING or before[1] == coordinator.epoch
             if before[0] == coordinator.incidents and not went_on:
                 self._checker.saw(self.agent.timeline.now_s, seen.Renewed(coordinator.history.spent))
         else:
@@ -142,25 +143,25 @@ class Server:
         if now is None or now.number != incident.number:
             self._actions.append(Unheard(incident))
 
-    def _do(self, action: machine.Action | Unheard) -> None:
-        if isinstance(action, machine.Send):
+    def _do(self, action: orders.Action | Unheard) -> None:
+        if isinstance(action, orders.Send):
             self._send(action.node, action.message)
-        elif isinstance(action, machine.Timer):
-            self.agent.after(action.after_s, self._feed, machine.TimerFired(action.name, action.key))
+        elif isinstance(action, orders.Timer):
+            self.agent.after(action.after_s, self._feed, orders.TimerFired(action.name, action.key))
             if action.name == "tick" and isinstance(self.ledger, File):
                 self.ledger.touch()
-        elif isinstance(action, machine.Write):
+        elif isinstance(action, orders.Write):
             self._writing = True
             self._write(action.record)
-        elif isinstance(action, machine.Drop):
+        elif isinstance(action, orders.Drop):
             self._note(f"drops {action.node}")
             if action.node == self.agent.node_id:
                 self.agent.lose_local_contact()
             elif (wire := self.nodes.pop(action.node, None)) is not None:
                 wire.close()
-        elif isinstance(action, machine.StepDown):
+        elif isinstance(action, orders.StepDown):
             self.depose("a newer coordinator has taken over")
-        elif isinstance(action, machine.End):
+        elif isinstance(action, orders.End):
             self.ended = True
         elif action.incident.number in self._checker.incidents:
             closed = seen.IncidentClosed(self.coordinator.term, action.incident)
@@ -191,10 +192,10 @@ class Server:
                 checker.saw(now_s, seen.IncidentOpened(coordinator.term, incident))
             case protocol.Closed(incident=incident):
                 checker.saw(now_s, seen.IncidentClosed(coordinator.term, incident))
-            case protocol.Over(kind=kind, reason=reason) if message is coordinator.over:
+            case protocol.Over() if (over := coordinator.over) is not None:
                 fit = sum(1 for member in coordinator.members.values() if member.available)
                 leaving = any(m.leaving is not None for m in coordinator.members.values())
-                checker.saw(now_s, seen.Ended(coordinator.term, kind, reason, fit, leaving, self._reached()))
+                checker.saw(now_s, seen.Ended(coordinator.term, over.kind, over.reason, fit, leaving, self._reached()))
             case protocol.Note(text=text) if " is set aside: " in text:
                 checker.saw(now_s, seen.SetAside(text.split(" ")[0]))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.control import node as nodes
+from holdfast.control import acts
 from holdfast.control.causes import Kind
-from holdfast.simulate import invariants as seen
+from holdfast.simulate import observed as seen
 from holdfast.simulate import scenario as scenarios
 from holdfast.simulate.agent import Agent
 from holdfast.simulate.faults import Faults
@@ -77,7 +77,7 @@ class Simulation:
         if self.checker.ended is None and (host.agent is None or not host.agent.alive or host.agent.frozen):
             self.start_agent(host)
 
-    def finished(self, agent: Agent, finish: nodes.Finish) -> None:
+    def finished(self, agent: Agent, finish: acts.Finish) -> None:
         now_s = self.timeline.now_s
         self.ends.append((agent.node_id, finish.kind, finish.reason))
         self.checker.saw(now_s, seen.Finished(agent.node_id, finish.kind, finish.reason, agent.live_ranks()))

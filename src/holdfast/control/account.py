@@ -1,0 +1,145 @@
+"""The job's account of its failures: the restart count, the open incident, and what each failure leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.control import incidents, protocol
+from holdfast.control.causes import Cause, Kind, blame
+from holdfast.control.incidents import Incident
+from holdfast.control.membership import Budget, Record, Settings
+from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A world that is down, as far as the account needs it."""
+
+    generation: int
+    launched_at_s: float
+    steps: int | None  # None where they cannot be seen
+    stepped: bool
+
+
+class Answer(msgspec.Struct, frozen=True):
+    first: Cause
+    decision: Restart | GiveUp
+
+
+class Account:
+    """Charged here and nowhere else: once per incident."""
+
+    def __init__(self, settings: Settings, decide: Decide, record: Record | None) -> None:
+        self._settings = settings
+        self._decide = decide
+        self.history = History(settings.max_restarts)
+        self.incident: Incident | None = None  # the open one
+        self.incidents = 0
+        self.refill_mark = 0
+        if record is not None:
+            self.incidents = record.incidents
+            if record.over is None:
+                self.history = record.history
+
+    # -- incidents ----------------------------------------------------------------------------------------------------
+
+    def open(self, now_s: float, ended: Ended, causes: Sequence[Cause]) -> Answer:
+        """Name the first cause, decide what it leads to, and charge for it."""
+        blamed = blame(causes)
+        first = blamed.first
+        opened = incidents.of(self.incidents + 1, ended.generation, blamed)
+        uptime_s = opened.failed_at_s - ended.launched_at_s
+        rank = opened.rank if opened.rank is not None else 0
+        failure = Failure(opened.kind, rank, opened.headline, first.where, first.raised, ended.steps, uptime_s)
+        self.history = self.history.seen(failure)
+        charged = self._is_charged(first, ended.stepped)
+        decision = self._decide(self.history, failure) if charged else Restart("restart that is not counted")
+        if self._settings.alone and (stuck := next((c for c in causes if c.kind is Kind.HANG), None)):
+            # There is no other node, and this one holds ranks that cannot be ended.
+            opened, decision = _with(opened, kind=Kind.HANG), GiveUp(stuck.headline)
+        self.incident = _with(
+            opened,
+            steps=ended.steps,
+            uptime_s=uptime_s,
+            stopped_at_s=now_s,
+            action=decision.reason,
+            restarted=isinstance(decision, Restart),
+        )
+        self.incidents = opened.number
+        if charged and isinstance(decision, Restart):
+            self.history = self.history.charged()
+        return Answer(first, decision)
+
+    def note(self, now_s: float, ended: Ended, causes: Sequence[Cause], action: str) -> Incident:
+        """A failure that stops nobody else: it costs nothing, and is over at once."""
+        self.incidents += 1
+        noted = incidents.of(self.incidents, ended.generation, blame(causes))
+        uptime_s = noted.failed_at_s - ended.launched_at_s
+        return _with(noted, steps=ended.steps, uptime_s=uptime_s, stopped_at_s=now_s, action=action)
+
+    def _is_charged(self, first: Cause, stepped: bool) -> bool:
+        if first.kind is Kind.MEMBERSHIP and not stepped:
+            return False  # nodes of one start come one after the other; nothing was done that could be lost
+        if first.kind is Kind.MEMBERSHIP and self.history.left <= 0:
+            return False  # it was free when it began, and a step was done since; nobody's arrival ends a job
+        membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
+        return not (membership and self._settings.budget is Budget.FAILURES)
+
+    def launched(self, now_s: float) -> None:
+        self.refill_mark = 0
+        if self.incident is not None:
+            self.incident = _with(self.incident, launched_at_s=now_s)
+
+    def started(self, now_s: float) -> None:
+        if self.incident is not None and self.incident.started_at_s is None:
+            self.incident = _with(self.incident, started_at_s=now_s)
+
+    def recovered(self, at_s: float) -> None:
+        if self.incident is None:
+            return
+        recovered_at_s = max(at_s, self.incident.launched_at_s or at_s)
+        started_at_s = self.incident.started_at_s  # it may have been told to an earlier coordinator alone
+        self.incident = _with(
+            self.incident,
+            started_at_s=recovered_at_s if started_at_s is None else started_at_s,
+            recovered_at_s=recovered_at_s,
+        )
+
+    def close(self, failed_again_at_s: float | None = None) -> Incident | None:
+        closed, self.incident = self.incident, None
+        if closed is not None and closed.started_at_s is not None and closed.recovered_at_s is None:
+            closed = _with(closed, failed_again_at_s=failed_again_at_s)
+        return closed
+
+    # -- the budget ---------------------------------------------------------------------------------------------------
+
+    def refill(self, steps: int) -> bool:
+        """Give restarts back for good steps of a world; whether one was."""
+        each, given = self._settings.refill_steps, self.history.refilled
+        while each and steps >= self.refill_mark + each:
+            self.refill_mark += each
+            if self.history.refilled < self.history.spent:
+                self.history = self.history.refunded()
+        return self.history.refilled > given
+
+    def remember(self, restarts: int) -> None:
+        """A node knows of more restarts than the ledger did."""
+        self.history = _with(self.history, spent=max(self.history.spent, restarts))
+
+    def begin_anew(self) -> None:
+        """Another start of the job under the same name: all restarts are there again, but the count only grows."""
+        spent = self.history.spent
+        self.history = History(self._settings.max_restarts, spent, refilled=spent)
+
+    def take_up(self, record: Record, now_s: float) -> None:
+        self.refill_mark = record.refill_mark
+        if record.incident is not None:
+            self.incident = protocol.shifted(record.incident, now_s)
+
+
+def _with(value: S, **changes: object) -> S:
+    return msgspec.structs.replace(value, **changes)

@@ -1,0 +1,111 @@
+"""What the invariants' checker is told: small facts, which a simulation sees as they happen and a real run can log."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.control.causes import Kind
+from holdfast.control.incidents import Incident
+from holdfast.control.worlds import World
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """A coordinator told a node its share of a world."""
+
+    term: int
+    coordinator: str
+    node: str
+    host: str
+    world: World
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """A coordinator told a node to stop a world."""
+
+    term: int
+    coordinator: str
+    node: str
+    generation: int
+    why: str
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """A node forked its ranks, while it had so many older ones."""
+
+    node: str
+    world: World
+    old_ranks: int
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    generation: int
+    step: int
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """A checkpoint was acknowledged."""
+
+    generation: int
+    step: int
+
+
+class Restored(msgspec.Struct, frozen=True):
+    generation: int
+    step: int
+
+
+class IncidentOpened(msgspec.Struct, frozen=True):
+    term: int
+    incident: Incident
+
+
+class IncidentClosed(msgspec.Struct, frozen=True):
+    term: int
+    incident: Incident
+
+
+class SetAside(msgspec.Struct, frozen=True):
+    host: str
+
+
+class TakenBack(msgspec.Struct, frozen=True):
+    host: str
+
+
+class Left(msgspec.Struct, frozen=True):
+    """The coordinator has heard that this node goes."""
+
+    node: str
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    """All nodes were started anew, and the job with them; or it had ended, and another begins under its name."""
+
+    restarts: int = 0  # that were counted until then, and are given back
+    another_job: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A coordinator said that the job is over."""
+
+    term: int
+    kind: Kind | None
+    reason: str
+    fit: int  # nodes that were there and could have been used
+    leaving: bool  # some node was told to go
+    reached: tuple[str, ...] = ()  # nodes that must have heard it
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """An agent has finished, by itself or because it was told to, with so many ranks alive."""
+
+    node: str
+    kind: Kind | None
+    reason: str
+    live_ranks: int
+
+
+Event = (
+    Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
+    | Left | Renewed | Ended | Finished
+)  # fmt: skip
