@@ -42,7 +42,8 @@ class Records:
         outcome = kind.value if kind is not None else "succeeded"
         self.events.emit("job.ended", outcome=outcome, reason=reason, steps=steps, wall_s=wall_s, lost_s=lost_s)
         self.events.close()
-        last = self.incidents[-1] if self.incidents and not self.incidents[-1].restarted else None
+        failed = kind is not None and self.incidents and not self.incidents[-1].restarted
+        last = self.incidents[-1] if failed else None
         if last is not None:
             self._say(*explain.given_up(last, self.run_dir.path))
         elif kind is not None:

@@ -259,14 +259,18 @@ class Coordinator(Forming):
         self.undone.discard(node)
         healthy = len(self.undone & self.up) + len(self.done)
         if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
-            return self._go_on_without(now_s, why, healthy)
+            return [] if node in self.up else self._go_on_without(now_s, why, healthy)
         return self._break(now_s, why)
 
     def _go_on_without(self, now_s: float, why: str, healthy: int) -> list[Action]:
         """With min-healthy the others are not stopped; the script has its own way to do without a node."""
-        if not self.undone and not self.up:
-            return self._succeed(now_s)
-        return self._broadcast(protocol.Note(f"{why}; {healthy} healthy nodes go on"))
+        actions: list[Action] = []
+        if self.causes:
+            noted = self.account.note(now_s, self._ended(), self.causes, f"{healthy} healthy nodes go on")
+            self.causes = []
+            actions += self._broadcast(protocol.Opened(noted, now_s)) + self._broadcast(protocol.Closed(noted, now_s))
+            actions += [Write(self._record(now_s)), *self._broadcast(protocol.Note(f"{noted.what}; {noted.action}"))]
+        return actions + (self._succeed(now_s) if not self.undone and not self.up else [])
 
     def _break(self, now_s: float, why: str) -> list[Action]:
         self.broken_at_s = now_s

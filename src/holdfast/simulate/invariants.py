@@ -8,7 +8,7 @@ from collections import deque
 
 from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
-from holdfast.control.membership import Budget, Settings
+from holdfast.control.membership import Budget, Policy, Settings
 from holdfast.control.quarantine import QUARANTINE_S
 from holdfast.control.worlds import World
 from holdfast.simulate.observed import (
@@ -220,7 +220,8 @@ class Checker:
             if self.incidents[incident.number] != incident.generation:
                 raise Violation("incidents", f"incident {incident.number} is of two generations")
             return  # the same, told to another node
-        if (plan := self.worlds.get(incident.generation)) is not None:
+        survived = self.settings.policy is Policy.MIN_HEALTHY and incident.action.endswith(" go on")
+        if (plan := self.worlds.get(incident.generation)) is not None and not survived:
             if plan.incident is not None:
                 text = f"generation {incident.generation} has incidents {plan.incident.number} and {incident.number}"
                 raise Violation("incidents", text)
