@@ -6,7 +6,8 @@ import os
 import socket
 
 from holdfast.agent import preflight
-from holdfast.agent.link import Alone, Line, Post, Say
+from holdfast.agent.line import Line
+from holdfast.agent.link import Alone, Post, Say
 from holdfast.agent.options import Options
 from holdfast.agent.rundir import RunDirectory
 from holdfast.control import node as nodes

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.agent.link import open_etcd, reason
+from holdfast.agent.meeting import open_etcd, reason
 from holdfast.agent.options import Cluster
 from holdfast.agent.preflight import Refused, tls
 from holdfast.cli import cluster
