@@ -56,7 +56,7 @@ def test_a_frozen_agent_is_lost_and_comes_back_as_a_newcomer(cluster: MakeCluste
     assert {line[RESTARTS] for line in again.values()} == {2}
     job.release()
     assert job.ends(0, 1, 2) == [0, 0, 0]
-    assert f"node {trio.addr(1)} is gone: silent for 3 s" in trio.err(0)
+    assert f"node {trio.addr(1)} is gone (silent for 3 s)" in trio.err(0)
     assert trio.leftovers() == []
 
 

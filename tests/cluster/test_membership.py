@@ -63,7 +63,7 @@ def test_three_planned_scale_ups_and_downs_keep_the_logs_of_every_generation(clu
     for node in (0, 1):
         logs = [trio.run_dir(node) / f"attempt_{generation}" / "0" / "stdout.log" for generation in range(7)]
         assert [log.read_text() for log in logs] == [f"rank {node} of generation {g}\n" for g in range(7)]
-    assert [kind for _, _, kind, _ in job.causes(0)] == ["membership", "lost-node"] * 3
+    assert [kind for _, _, kind, _ in job.causes(0)] == ["membership", "preempted"] * 3
     assert job.causes(0) == job.causes(1)
     assert trio.leftovers() == []
 

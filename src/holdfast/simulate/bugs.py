@@ -10,8 +10,7 @@ from unittest import mock
 
 import msgspec
 
-from holdfast.control import acts, membership, orders, protocol
-from holdfast.control import coordinator as coordinators
+from holdfast.control import acts, forming, membership, orders, protocol
 from holdfast.control.coordinator import Coordinator
 from holdfast.control.forming import Phase
 from holdfast.control.node import Node
@@ -184,7 +183,7 @@ def wrong_rank_order() -> Any:
 
         return shares
 
-    return _instead(coordinators, "shares", make)
+    return _instead(forming, "shares", make)
 
 
 def restart_counts_differ() -> Any:
@@ -305,7 +304,12 @@ def two_coordinators() -> Any:
 
 
 def too_many_nodes() -> Any:
-    return mock.patch.object(coordinators, "choose", lambda settings, available, previous: list(available))
+    return mock.patch.object(forming, "choose", lambda settings, available, previous: list(available))
+
+
+def none() -> Any:
+    """No bug at all."""
+    return contextlib.nullcontext()
 
 
 BUGS: dict[str, Bug] = {

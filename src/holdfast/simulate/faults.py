@@ -22,7 +22,7 @@ class Faults:
         self.timeline = sim.timeline
         self.random = sim.timeline.random
         self.counts: dict[str, int] = {}
-        self._kinds: dict[str, tuple[float, Callable[[], bool]]] = {
+        self.kinds: dict[str, tuple[float, Callable[[], bool]]] = {
             "rank failure": (4.0, self._rank_failure),
             "agent crash": (3.0, self._agent_crash),
             "machine crash": (1.5, self._machine_crash),
@@ -45,15 +45,15 @@ class Faults:
             "join storm": (0.5, self._join_storm),
         }
         if sim.etcd is not None:
-            self._kinds |= {
+            self.kinds |= {
                 "etcd leader change": (1.5, self._etcd_leader_change),
                 "etcd lease lost": (1.0, self._etcd_lease_lost),
                 "etcd cut off": (1.0, self._etcd_cut_off),
             }
 
     def schedule(self) -> None:
-        names = list(self._kinds)
-        weights = [weight for weight, _ in self._kinds.values()]
+        names = list(self.kinds)
+        weights = [weight for weight, _ in self.kinds.values()]
         # Faults that fall together find more than the same ones far apart.
         moments = [self.random.uniform(0.5, self.sim.scenario.calm_at_s) for _ in range(3)]
         for _ in range(self.sim.scenario.faults):
@@ -69,7 +69,7 @@ class Faults:
         if self.sim.calm:
             return
         mark = len(self.timeline.notes)
-        if self._kinds[name][1]():
+        if self.kinds[name][1]():
             self.counts[name] = self.counts.get(name, 0) + 1
             if len(self.timeline.notes) == mark:
                 self.timeline.note("fault", name)

@@ -66,7 +66,7 @@ class Checker:
         self._term = 0  # the newest that has said anything of one
         self._open: dict[int, int] = {}  # those that are, and in which term they were opened
         self._aside: dict[str, float] = {}
-        self._left: dict[str, float] = {}
+        self._left: dict[str, int] = {}
         self._began: deque[float] = deque()  # worlds of the last minute
         self._given_up: dict[int, bool] = {}  # generations after which the job began anew
         self._given_back = 0
@@ -117,7 +117,7 @@ class Checker:
         aside_s = self._aside.get(event.host)
         if aside_s is not None and at_s < aside_s + QUARANTINE_S * 0.99:
             raise Violation("quarantine", f"{event.node} is in generation {generation}, but its host is set aside")
-        if event.node in self._left and plan.at_s > self._left[event.node]:
+        if generation > self._left.get(event.node, generation):
             raise Violation("leavers", f"{event.node} had said that it leaves, and is in generation {generation}")
 
     def _new_world(self, at_s: float, event: Launched) -> Plan:
@@ -256,7 +256,7 @@ class Checker:
         self._aside.pop(event.host, None)
 
     def _left_(self, at_s: float, event: Left) -> None:
-        self._left.setdefault(event.node, at_s)
+        self._left.setdefault(event.node, event.generation)
 
     def _renewed(self, at_s: float, event: Renewed) -> None:
         self._given_up[self.newest] = True
@@ -298,7 +298,7 @@ class Checker:
     def is_spare(self, node: str) -> bool:
         """Whether it has no part in the newest world, and so ends well however that ends."""
         newest = self.worlds.get(self.newest)
-        return newest is not None and node not in [held for held, _ in newest.shares.values()]
+        return newest is None or node not in [held for held, _ in newest.shares.values()]
 
     def at_end(self) -> None:
         """After everybody has finished."""

@@ -73,9 +73,10 @@ class TakenBack(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """The coordinator has heard that this node goes."""
+    """The coordinator has heard that this node goes, when that was the newest generation."""
 
     node: str
+    generation: int
 
 
 class Renewed(msgspec.Struct, frozen=True):

@@ -125,6 +125,9 @@ class Server:
     def _handle(self, event: orders.Event) -> None:
         coordinator = self.coordinator
         incident = coordinator.incident
+        match event:
+            case orders.From(node=node, message=protocol.Leaving()) if node in coordinator.members:
+                self._checker.saw(self.agent.timeline.now_s, seen.Left(node, coordinator.generation))
         if isinstance(event, orders.TimerFired) and event.name == "return":
             before = (coordinator.incidents, coordinator.epoch)
             actions = coordinator.handle(self.agent.host.clock_s(), event)

@@ -18,7 +18,7 @@ _PACKET_VNET_HDR = 15  # frames come with what is left to do on them, segmenting
 _PACKET_IGNORE_OUTGOING = 23
 _SO_SNDBUFFORCE = 32
 _SO_RCVBUFFORCE = 33
-_ROOM = 1 << 25  # beyond the system's limit, which three large frames fill: on a busy machine the rest would be lost
+_ROOM = 1 << 25  # whatever the system's limit: what finds no room while this process waits for a CPU is lost
 _LARGEST = 1 << 17
 
 
