@@ -230,7 +230,8 @@ class Faults:
         return True
 
     def _clock_jump(self) -> bool:
-        """Forward, as a clock does that was wrong while its machine slept. Not under a coordinator: see the README."""
+        """Forward, as a clock does that is set right after its machine slept. Not under a coordinator: how long leases
+        must be waited for is measured by its clock alone, which no lease survives being wrong about."""
         agent = self._some_agent()
         if agent is None or agent.server is not None:
             return False

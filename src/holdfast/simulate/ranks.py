@@ -26,7 +26,6 @@ class Group:
         self.started = False
         self.ensemble: Ensemble | None = None
         self.steps = 0
-        self.finished = False  # all ended with 0
         self._signalled: dict[int, int] = {}
 
     @property
