@@ -89,8 +89,18 @@ class Line:
             self._peer.send(message)
 
     def hang_up(self, why: str) -> None:
-        if self._peer is not None:
+        if self._host is not None:
+            self._greet_again()
+        elif self._peer is not None:
             self._peer.abort()
+
+    def _greet_again(self) -> None:
+        """There is nothing to hang up between two parts of one process; but what they know of each other can be stale,
+        after a write to the ledger that took too long."""
+        if self._host is not None and not self._host.closed:
+            self._post(acts.ContactLost())
+            self._host.attach(self._node, self._post, self._greet_again)
+            self._post(acts.Contact())
 
     async def close(self) -> None:
         """Leave; if the coordinator is here and the job has ended, after everybody has been told."""
@@ -227,8 +237,9 @@ class Line:
 
     async def _coordinate(self, listener: socket.socket) -> None:
         """Be the coordinator of a job without etcd, with what an earlier life of it left."""
-        found = ledger.find(self._ledger_pattern, self._settings.run_id, self._settings.join_timeout_s)
-        if found is not None and found.generation >= 0:
+        within_s = self._settings.join_timeout_s + self._settings.node_timeout_s
+        found = ledger.find(self._ledger_pattern, self._settings.run_id, within_s)
+        if found is not None and found.seats:
             self._say(f"taking up the job at generation {found.generation}, restart {found.history.spent}")
         self.addr = self._cluster.local_addr or listener.getsockname()[0]
         file = ledger.File(self._ledger_path, self._say) if self._ledger_path is not None else ledger.Memory()
@@ -279,7 +290,7 @@ class Line:
             await desk.open(listener)
             self._met = True
             self._host, self._desk = host, desk
-            host.attach(self._node, self._post, lambda: None)
+            host.attach(self._node, self._post, self._greet_again)
             host.begin()
             self._post(acts.Contact())
             await deposed.wait()
@@ -338,8 +349,6 @@ class Line:
         except msgspec.MsgspecError as unknown:
             listener.close()
             raise Broken("version", f"left a record in etcd that cannot be read here ({unknown})") from None
-        if record is not None and record.over:
-            record = None
         watching = asyncio.get_running_loop().create_task(self._watch_lease(self._etcd))
         try:
             await self._host_job(listener, leader.term, record, Elected(self._etcd))

@@ -50,7 +50,7 @@ class Coordinator(Forming):
             return [*actions, Write(self._record(now_s)), *self._gather(now_s)]
         self.quarantine.restore(record.quarantine, now_s)
         actions += [Timer("quarantine", 0, left_s) for _, _, left_s in record.quarantine]
-        self.first_call_over = record.generation >= 0
+        self.first_call_over = bool(record.seats)
         self.account.take_up(record, now_s)
         if record.settled or not record.seats:
             self._seat(record.seats, now_s)

@@ -18,6 +18,10 @@ class Elected:
     def __init__(self, client: etcd.Etcd) -> None:
         self._client = client
 
+    @property
+    def valid(self) -> bool:
+        return self._client.valid
+
     def write(self, record: Record) -> Awaitable[None]:
         return self._write(msgspec.msgpack.encode(record))
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Leader(msgspec.Struct, frozen=True):
-    """Who coordinates. The term grows with every change, and starts anew only after `Etcd.clear`."""
+    """Who coordinates. The term grows with every change, also over jobs of the same name."""
 
     term: int
     node: str
@@ -90,7 +90,14 @@ class Etcd:
         self._record = self._corner + b"record"
         self._held: _Held | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._valid_until_s = 0.0
         self._acting = asyncio.Lock()  # a holder's writes follow one another: each names the one before
+
+    @property
+    def valid(self) -> bool:
+        """Whether the lease still stands by this machine's own clock. `lost` comes with a turn of the loop, and a
+        process that slept hears other things first."""
+        return self._held is not None and asyncio.get_running_loop().time() < self._valid_until_s
 
     async def leader(self) -> Leader | None:
         """Who coordinates now."""
@@ -118,7 +125,9 @@ class Etcd:
                     await self._revoke_soon(lease.id, CALL_TIMEOUT_S)
                 return None
             lease = lease or await self._grant(ttl_s)
-            leader = Leader(1 if term is None else int(term.value) + 1, node, addr, port)
+            # The first term of a job is a revision of etcd's, which only grow: a node of an earlier job of this name
+            # must not know of a newer one.
+            leader = Leader(seen.header.revision if term is None else int(term.value) + 1, node, addr, port)
             try:
                 done = await self._transact(
                     compare=[
@@ -222,6 +231,7 @@ class Etcd:
         self, leader: Leader, lease: _Lease, fence: int, record: Any, stale_lease: int = 0
     ) -> tuple[Leader, bytes | None]:
         self._held = _Held(leader, lease.id, fence, _revision(record))
+        self._valid_until_s = lease.sent_s + lease.ttl_s
         self.lost.clear()
         self._keeper = asyncio.create_task(self._keep(lease, stale_lease))
         # However it ends, unless by `_let_go`: the lease is not kept any more.
@@ -258,6 +268,7 @@ class Etcd:
             if ttl_s <= 0:
                 return
             lease = _Lease(lease.id, ttl_s, sent_s)
+            self._valid_until_s = sent_s + ttl_s
             if stale_lease and await self._revoke_soon(stale_lease, ttl_s / 6):
                 # The one who was replaced may be alive, and learns from its lease that it is over.
                 stale_lease = 0

@@ -82,6 +82,11 @@ class Host:
     def _post(self, event: orders.Event) -> None:
         if self._closed:
             return
+        if not self._ledger.valid and not self._ended:
+            # Asked before each event: after a pause of this machine, nodes' beats are heard before any timer fires, and
+            # to answer one would prolong the leases of a world that has been succeeded.
+            self.depose("its lease in etcd has run out")
+            return
         self._events.append(event)
         self._pump()
 

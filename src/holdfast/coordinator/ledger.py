@@ -13,12 +13,17 @@ from typing import Protocol
 import msgspec
 
 from holdfast.control.membership import Record
+from holdfast.control.restarts import History
 
 NAME = "ledger"
 
 
 class Ledger(Protocol):
     """The whole of what a coordinator wants of it."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether its holder may act at this very moment."""
 
     def write(self, record: Record) -> Awaitable[None] | None:
         """None where it is done at once. Raises `Deposed` if another coordinator has taken over."""
@@ -35,6 +40,8 @@ class Deposed(Exception):
 
 
 class Memory:
+    valid = True
+
     def write(self, record: Record) -> None:
         return None
 
@@ -47,6 +54,8 @@ class Memory:
 
 class File:
     """One file in the run directory, replaced as a whole and synced, so that it is the old record or the new one."""
+
+    valid = True
 
     def __init__(self, path: str, complain: Callable[[str], None]) -> None:
         self.path = path
@@ -91,18 +100,20 @@ class File:
 
 
 def find(pattern: str, run_id: str, within_s: float) -> Record | None:
-    """The newest record of a job that did not end: written by this user, and not so long ago that all of its nodes must
-    have given up since."""
+    """The newest record of a job, if this user wrote it. Of one so old that all of its nodes must have given up since,
+    only the numbers count: the next job of that name goes on from there."""
     found: list[Record] = []
     for path in glob.glob(pattern):
         try:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_uid != os.geteuid() or time.time() - status.st_mtime > within_s:
+                if status.st_uid != os.geteuid():
                     continue
                 record = msgspec.msgpack.decode(file.read(), type=Record)
+                if time.time() - status.st_mtime > within_s:
+                    record = Record(run_id, record.term, record.generation, History(record.history.limit))
         except (OSError, msgspec.MsgspecError):
             continue
-        if record.run_id == run_id and not record.over:
+        if record.run_id == run_id:
             found.append(record)
     return max(found, key=lambda record: (record.term, record.generation), default=None)
