@@ -11,7 +11,7 @@ from holdfast.control import incidents, protocol
 from holdfast.control.causes import Cause, Kind, blame
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import Budget, Record, Settings
-from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart
+from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart, backoff_s
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -57,7 +57,7 @@ class Account:
         failure = Failure(opened.kind, rank, opened.headline, first.where, first.raised, ended.steps, uptime_s)
         self.history = self.history.seen(failure)
         charged = self._is_charged(first, ended.stepped)
-        decision = self._decide(self.history, failure) if charged else Restart("restart that is not counted")
+        decision = self._decide(self.history, failure) if charged else self._uncounted(first)
         if self._settings.alone and (stuck := next((c for c in causes if c.kind is Kind.HANG), None)):
             # There is no other node, and this one holds ranks that cannot be ended.
             opened, decision = _with(opened, kind=Kind.HANG), GiveUp(stuck.headline)
@@ -73,6 +73,12 @@ class Account:
         if charged and isinstance(decision, Restart):
             self.history = self.history.charged()
         return Answer(first, decision)
+
+    def _uncounted(self, first: Cause) -> Restart:
+        """No budget ends a loop of these, so one that gets nowhere must slow down by itself. Nodes that join need not:
+        each comes once."""
+        after_s = 0.0 if first.kind is Kind.MEMBERSHIP else backoff_s(self.history.early_in_a_row)
+        return Restart("restart that is not counted", after_s)
 
     def note(self, now_s: float, ended: Ended, causes: Sequence[Cause], action: str) -> Incident:
         """A failure that stops nobody else: it costs nothing, and is over at once."""

@@ -70,6 +70,8 @@ class Checker:
         self._began: deque[float] = deque()  # worlds of the last minute
         self._given_up: dict[int, bool] = {}  # generations after which the job began anew
         self._given_back = 0
+        self._lifted: dict[str, float] = {}
+        self._bygone: list[World] = []  # of earlier jobs of the same name
         self._handlers = {
             Launched: self._launched,
             Stopped: self._stopped,
@@ -178,6 +180,8 @@ class Checker:
     def _ran(self, at_s: float, event: Ran) -> None:
         generation = event.world.generation
         plan = self.worlds.get(generation)
+        if event.world in self._bygone:
+            return  # a node that slept through the end of the job before; its world lacks all others
         if plan is None or plan.shares.get(event.world.group_rank) != (event.node, event.world):
             raise Violation("agreement", f"{event.node} runs another generation {generation} than it was told")
         if event.old_ranks:
@@ -250,10 +254,14 @@ class Checker:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def _set_aside(self, at_s: float, event: SetAside) -> None:
-        self._aside.setdefault(event.host, at_s)
+        if (
+            at_s > self._lifted.get(event.host, -LATE_S) + LATE_S
+        ):  # it is said when it was written; a lift may be faster
+            self._aside.setdefault(event.host, at_s)
 
     def _taken_back(self, at_s: float, event: TakenBack) -> None:
         self._aside.pop(event.host, None)
+        self._lifted[event.host] = at_s
 
     def _left_(self, at_s: float, event: Left) -> None:
         self._left.setdefault(event.node, event.generation)
@@ -263,6 +271,7 @@ class Checker:
         self._given_back = event.restarts
         if event.another_job:
             self.at_end()
+            self._bygone += [world for plan in self.worlds.values() for _, world in plan.shares.values()]
             self.ended, self.newest, self.restarts, self._given_up = None, -1, 0, {}
             self.worlds, self._coordinators, self.incidents, self._open, self._aside = {}, {}, {}, {}, {}
             self._last_step = (-1, 0)

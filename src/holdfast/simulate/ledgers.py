@@ -47,13 +47,19 @@ class File:
         random = self.timeline.random
         delay_s = random.uniform(0.001, 0.02) if random.random() < 0.97 else random.uniform(0.1, 1.0)
         # The rename happens somewhere in between; who dies before it leaves the old record, after it the new one.
-        self.timeline.after(delay_s * random.random(), self._rename, agent, record)
-        self.timeline.after(delay_s, agent.post, done, True)
+        before_s = delay_s * random.random()
+        self.timeline.after(before_s, self._rename, agent, record, delay_s - before_s, done)
 
-    def _rename(self, agent: Agent, record: Record) -> None:
-        if not agent.host.down and not (agent.host.frozen and agent.alive) and agent.may_write:
+    def _rename(self, agent: Agent, record: Record, after_s: float, done: Callable[[bool], None]) -> None:
+        if agent.host.down or not agent.may_write:
+            return
+        if agent.host.frozen and agent.alive:  # a machine that sleeps writes when it wakes up
+            self.timeline.after(0.05, self._rename, agent, record, after_s, done)
+            return
+        if self.record is None or record.term >= self.record.term:  # each life has a file of its own; the newest counts
             self.record = record
             self.touched_s = self.timeline.now_s
+        self.timeline.after(after_s, agent.post, done, True)
 
     def touch(self) -> None:
         self.touched_s = self.timeline.now_s

@@ -87,7 +87,7 @@ def main() -> None:
         optimizer.zero_grad()
         if RANK == 0:
             save_step(step)
-        tell(step=step)
+        tell(step=step, at_s=time.monotonic())
         time.sleep(PACE_S)
     dist.destroy_process_group()
     tell(done=True)
