@@ -33,6 +33,9 @@ from holdfast.simulate.observed import (
 WORLDS_PER_MINUTE = 40
 
 
+LATE_S = 2.0  # between a decision and the moment it is seen to be made
+
+
 class Violation(Exception):
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")
@@ -254,9 +257,8 @@ class Checker:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def _set_aside(self, at_s: float, event: SetAside) -> None:
-        if (
-            at_s > self._lifted.get(event.host, -LATE_S) + LATE_S
-        ):  # it is said when it was written; a lift may be faster
+        # It is said once it is written, and a lift may have been faster.
+        if at_s > self._lifted.get(event.host, -LATE_S) + LATE_S:
             self._aside.setdefault(event.host, at_s)
 
     def _taken_back(self, at_s: float, event: TakenBack) -> None:
