@@ -25,7 +25,7 @@ from holdfast.control.acts import (
 )
 from holdfast.control.causes import Kind
 from holdfast.control.forming import Phase
-from holdfast.control.node import ABANDON_S
+from holdfast.control.node import ABANDON_S, ABANDON_WAITS
 
 
 def kinds(actions: list[Action]) -> list[type]:
@@ -173,7 +173,8 @@ def test_the_steps_of_all_worlds_are_added_up() -> None:
 def test_a_stuck_rank_is_a_hang_and_no_restart_is_promised() -> None:
     job = stopping()
     job.timer("grace", after_s=GRACE_S)
-    actions = job.timer("abandon", after_s=ABANDON_S)
+    for _ in range(ABANDON_WAITS):
+        actions = job.timer("abandon", after_s=ABANDON_S / ABANDON_WAITS)
     finish = the(actions, Finish)
     assert finish.kind is Kind.HANG
     assert finish.reason.startswith("rank 1 does not end even by SIGKILL")
@@ -187,7 +188,8 @@ def test_abandoning_ranks_closes_every_incident() -> None:
     job = recovering()
     job.ends(0, 1)
     job.timer("grace", after_s=GRACE_S)
-    job.timer("abandon", after_s=ABANDON_S)
+    for _ in range(ABANDON_WAITS):
+        job.timer("abandon", after_s=ABANDON_S / ABANDON_WAITS)
     assert job.opened() == job.closed() == [1, 2]
 
 

@@ -170,7 +170,7 @@ def test_walks_visit_every_kind_of_action_and_of_end(walks: list[Walk]) -> None:
     of_a_cluster = {acts.Tell, acts.Lease, acts.HangUp, acts.Told}
     assert seen == set(acts.Action.__args__) - of_a_cluster
     ends = {finish.kind for walk in walks for finish in walk.all(Finish)}
-    assert ends >= {None, Kind.ERROR, Kind.BACKEND, Kind.SIGNAL, Kind.LAUNCHER, Kind.PREEMPTED, Kind.HANG}
+    assert ends >= {None, Kind.ERROR, Kind.BACKEND, Kind.SIGNAL, Kind.LAUNCHER, Kind.PREEMPTED}
 
 
 def test_no_walk_charges_more_restarts_than_its_limit(walks: list[Walk]) -> None:

@@ -393,3 +393,12 @@ def test_who_looks_sees_every_node_with_its_place() -> None:
         ("host-d", "leaving"),
     ]
     assert (nodes.run_id, nodes.phase, nodes.count, nodes.max_restarts) == ("run", "running", 4, 3)
+
+
+def test_ranks_that_lost_their_peers_to_a_planned_stop_are_no_failure() -> None:
+    """Nodes stop one after the other: what the slower ones say of their backend is the stop's own doing."""
+    job = Job(nodes=(2, 3)).runs("a", "b")
+    job.steps("a", "b")
+    job.comes("c")
+    job.down("a", Cause(Kind.BACKEND, "connection closed", job.now_s, rank=1), "b")
+    assert [incident.kind for incident in job.opened("a")] == [Kind.MEMBERSHIP]

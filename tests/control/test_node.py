@@ -46,7 +46,7 @@ from holdfast.control.acts import (
     TimerFired,
 )
 from holdfast.control.causes import Cause, Kind, RankExit
-from holdfast.control.node import ABANDON_S, Phase
+from holdfast.control.node import ABANDON_S, ABANDON_WAITS, Phase
 
 # -- a world that goes well -------------------------------------------------------------------------------------------
 
@@ -161,8 +161,10 @@ def test_ranks_that_outstay_the_grace_are_killed_and_then_abandoned_and_the_node
     story = stopping()
     assert story.timer("grace", after_s=GRACE_S) == [
         Signal((1,), signal.SIGKILL, "still there 30 s after being told to stop"),
-        Timer("abandon", 0, ABANDON_S),
+        Timer("abandon", 0, ABANDON_S / ABANDON_WAITS),
     ]
+    for _ in range(ABANDON_WAITS - 1):  # so that a machine which sleeps meanwhile has waited but once
+        assert story.timer("abandon", after_s=ABANDON_S) == [Timer("abandon", 0, ABANDON_S / ABANDON_WAITS)]
     actions = story.timer("abandon", after_s=ABANDON_S)
     assert the(actions, Finish).kind is Kind.HANG
     assert the(actions, Finish).reason.startswith("rank 1 does not end even by SIGKILL")

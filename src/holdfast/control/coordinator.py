@@ -32,6 +32,9 @@ STOPPED_BEFORE = "the coordinator before this one had it stopped"
 ENDED_BEFORE = "the job ended while this node was cut off from it"
 
 
+# What speaks against a machine. A program's own error would come anywhere, and a broken collective is seldom the fault of
+# the one who says so.
+STRIKES = (Kind.SIGNAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.LOST_NODE, Kind.LAUNCHER)
 # Who was elected before has let its lease run out, or refused a connection. If it lives, it knows that it was replaced.
 PREDECESSOR_S = 1.0
 
@@ -324,6 +327,9 @@ class Coordinator(Forming):
         if leavers and self._only_leavers:
             reason = f"stopped by {signal_name(leavers[-1].leaving or 0)}"
             return self._finish(now_s, Kind.PREEMPTED, reason)
+        if self.joining:
+            # Nodes stop one after the other, and ranks whose peers went first say that their backend broke. It did not.
+            self.causes = [cause for cause in self.causes if cause.kind is not Kind.BACKEND]
         actions = self._close_incident(now_s, self.causes[0].failed_at_s if self.causes else self.broken_at_s)
         if not self.causes:
             headline = self.joining or (STOPPED_BEFORE if self.inherited else "the world was stopped")
@@ -346,7 +352,7 @@ class Coordinator(Forming):
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:
         """Set a node aside that keeps failing, if the job can do without it."""
-        if not first.node or first.kind in (Kind.ERROR, Kind.MEMBERSHIP, Kind.PREEMPTED):
+        if not first.node or first.kind not in STRIKES:
             return []
         others = sum(1 for m in self.members.values() if m.hello.host != first.node and m.fit and m.leaving is None)
         if others < self.settings.min_nodes:

@@ -46,6 +46,7 @@ from holdfast.control.worlds import World
 # How long after SIGKILL a process may take to go before the node ends without it. Only one in an uninterruptible
 # system call, state D, takes more than a moment, and it holds what a successor would need.
 ABANDON_S = 10.0
+ABANDON_WAITS = 5  # counted and not timed: a machine that slept has not waited
 
 
 class Phase(StrEnum):
@@ -99,6 +100,7 @@ class Node:
         self.steps = 0  # in worlds that have ended
         self.over: Finish | None = None  # how to finish once the ranks are gone
         self.fit = True
+        self.waits = 0  # since SIGKILL
         self.opened = self.closed = (-1, 0)  # generation and number of the last incident that this node heard of
 
     def begin(self) -> list[Action]:
@@ -412,8 +414,12 @@ class Node:
             return []
         if timer.name == "grace":
             sent = self._send(signal.SIGKILL, f"still there {self.grace_s:g} s after being told to stop")
-            return [*sent, Timer("abandon", self.world.generation, ABANDON_S)]
+            self.waits = 0
+            return [*sent, Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
         if timer.name == "abandon":
+            self.waits += 1
+            if self.waits < ABANDON_WAITS:
+                return [Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
             return self._abandon(now_s)
         return []
 
