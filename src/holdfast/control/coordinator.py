@@ -32,8 +32,8 @@ STOPPED_BEFORE = "the coordinator before this one had it stopped"
 ENDED_BEFORE = "the job ended while this node was cut off from it"
 
 
-# What speaks against a machine. A program's own error would come anywhere, and a broken collective is seldom the fault of
-# the one who says so.
+# What speaks against a machine. A program's own error would come anywhere, and a broken collective is seldom the fault
+# of the one who says so.
 STRIKES = (Kind.SIGNAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.LOST_NODE, Kind.LAUNCHER)
 # Who was elected before has let its lease run out, or refused a connection. If it lives, it knows that it was replaced.
 PREDECESSOR_S = 1.0
