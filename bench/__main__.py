@@ -1,7 +1,11 @@
 """`make bench`: every benchmark of this machine, one after the other. bench/gpu.py needs a GPU and is run by itself."""
 
-from bench import recovery, start
+from bench import cluster, joining, recovery, start
 
 recovery.main()
 print()
 start.main()
+print()
+joining.main()
+print()
+cluster.main()

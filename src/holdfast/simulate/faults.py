@@ -188,8 +188,9 @@ class Faults:
     def _thaw(self, host: Host) -> None:
         thawed = [agent for agent in self.sim.agents if agent.host is host and (agent.frozen or host.frozen)]
         host.frozen = False
-        if host.agent is not None:
-            host.agent.stops_after_beat = False
+        for agent in self.sim.agents:
+            if agent.host is host:
+                agent.stops_after_beat = False
         for agent in thawed:
             agent.frozen = False
             self._note(f"{agent.node_id} goes on")
