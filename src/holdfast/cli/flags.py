@@ -110,7 +110,7 @@ def _usage(message: str) -> int:
     return 2
 
 
-def _at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+def at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
         if value < minimum:
@@ -148,7 +148,7 @@ def _add_size_and_restarts(parser: argparse.ArgumentParser) -> None:
     _add(
         group,
         "max-restarts",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="restarts before giving up (default 0)",
@@ -156,7 +156,7 @@ def _add_size_and_restarts(parser: argparse.ArgumentParser) -> None:
     _add(
         group,
         "shutdown-timeout",
-        type=_at_least(0),
+        type=at_least(0),
         default=None,
         metavar="S",
         help="seconds between asking a rank to end and SIGKILL, on every path "
@@ -194,12 +194,12 @@ def add_meeting(parser: argparse.ArgumentParser) -> Any:
         "etcd: user, cacert, ssl_cert, ssl_cert_key",
     )
     _add(group, "local-addr", default=None, metavar="HOST", help="address of this node (default: found by connecting)")
-    _add(group, "node-rank", type=_at_least(0), default=0, metavar="N", help="this node's rank, with static")
+    _add(group, "node-rank", type=at_least(0), default=0, metavar="N", help="this node's rank, with static")
     _add(group, "master-addr", default="127.0.0.1", metavar="HOST", help="address of rank 0's node, with static")
     _add(
         group,
         "master-port",
-        type=_at_least(1, 65535),
+        type=at_least(1, 65535),
         default=None,
         metavar="PORT",
         help="port there (default: 29500 with several nodes, else any free one)",
@@ -314,7 +314,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         group,
         "restart-refill",
         env=False,
-        type=_at_least(1),
+        type=at_least(1),
         default=None,
         metavar="STEPS",
         help="give one restart back after so many good steps",
@@ -323,7 +323,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         group,
         "spares",
         env=False,
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="hold N nodes back as hot spares; nodes beyond MAX always are",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
+from holdfast.cli.flags import at_least, open_parser
 from holdfast.simulate.campaign import run_many
 from holdfast.simulate.simulation import Result, Simulation, render
 
@@ -13,16 +13,16 @@ SHOWN = 60  # of the last events before a violation
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="holdfast simulate",
-        description="Run simulated jobs on virtual time, each with its own faults, and check that all invariants hold.",
+    parser = open_parser(
+        "holdfast simulate",
+        "Run simulated jobs on virtual time, each with its own faults, and check that every invariant holds.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seed", type=int, help="run this one, and show its timeline")
-    which.add_argument("--seeds", type=_positive, default=200, help="how many to run (default: %(default)s)")
+    which.add_argument("--seeds", type=at_least(1), default=200, help="how many to run (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default: %(default)s)")
-    parser.add_argument("--nodes", type=_positive, help="how many hosts each has (default: as the seed says)")
-    parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--nodes", type=at_least(1), help="how many hosts each has (default: as the seed says)")
+    parser.add_argument("--jobs", type=at_least(1), default=os.cpu_count() or 1, help="processes (default: one a core)")
     args = parser.parse_args(argv)
     if args.seed is not None:
         return _replay(args.seed, args.nodes)
@@ -50,10 +50,3 @@ def _replay(seed: int, nodes: int | None) -> int:
         print(f"breaks: {result.invariant}: {result.text}", file=sys.stderr)
         return 1
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
