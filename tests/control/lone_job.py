@@ -79,7 +79,7 @@ class LoneJob:
 
     @property
     def spent(self) -> int:
-        return self.coordinator.history.spent
+        return self.coordinator.account.history.spent
 
     @property
     def worlds(self) -> list[World]:

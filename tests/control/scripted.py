@@ -130,7 +130,7 @@ class Job:
 
     @property
     def spent(self) -> int:
-        return self.coordinator.history.spent
+        return self.coordinator.account.history.spent
 
     @property
     def over(self) -> protocol.Over | None:

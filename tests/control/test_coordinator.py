@@ -321,7 +321,7 @@ def test_good_steps_give_restarts_back_but_never_more_than_were_spent(done: int,
     job = Job(nodes=1, max_restarts=3, refill_steps=100).runs("a")
     job.fails("a")
     job.says("a", protocol.Beat(job.now_s, 1, steps=done))
-    assert (job.coordinator.history.left, job.spent) == (left, 1)
+    assert (job.coordinator.account.history.left, job.spent) == (left, 1)
 
 
 # -- min-healthy ------------------------------------------------------------------------------------------------------

@@ -183,9 +183,9 @@ def test_restarts_that_were_given_back_are_given_back_once() -> None:
     job = taken_up(before, nodes=1, refill_steps=100)
     returns(job, "a", generation=2)
     job.says("a", protocol.Beat(10.0, 2, steps=160))
-    assert (job.spent, job.coordinator.history.left) == (2, 2)
+    assert (job.spent, job.coordinator.account.history.left) == (2, 2)
     job.says("a", protocol.Beat(11.0, 2, steps=200))
-    assert job.coordinator.history.left == 3
+    assert job.coordinator.account.history.left == 3
 
 
 def test_a_quarantine_ends_in_its_time_and_once_lifted_does_not_come_back() -> None:
@@ -208,7 +208,7 @@ def test_when_nobody_remembers_the_job_its_nodes_were_started_anew_and_the_budge
     job.comes("c", "d")
     job.timer("return")
     job.timer("fence")
-    assert (job.world("c").generation, job.spent, job.coordinator.history.left) == (2, 1, 3)
+    assert (job.world("c").generation, job.spent, job.coordinator.account.history.left) == (2, 1, 3)
     assert job.opened("c") == []
 
 
@@ -341,7 +341,7 @@ def after_its_end() -> Job:
 def test_a_job_of_the_same_name_begins_anew_but_for_its_generations() -> None:
     job = after_its_end()
     job.comes("b")
-    assert (job.world("b").generation, job.spent, job.coordinator.incidents) == (1, 0, 0)
+    assert (job.world("b").generation, job.spent, job.coordinator.account.incidents) == (1, 0, 0)
 
 
 def test_a_node_that_missed_the_end_of_the_last_job_of_that_name_is_told_how_it_ended() -> None:

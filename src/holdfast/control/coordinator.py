@@ -15,7 +15,6 @@ from holdfast.control import protocol, texts
 from holdfast.control.account import Ended
 from holdfast.control.causes import Cause, Kind, signal_name
 from holdfast.control.forming import Forming, Phase
-from holdfast.control.incidents import Incident
 from holdfast.control.membership import (
     BEATS,
     Member,
@@ -23,7 +22,7 @@ from holdfast.control.membership import (
     choose,
 )
 from holdfast.control.orders import Action, Drop, End, Event, From, Gone, Send, StepDown, Timer, TimerFired, Write
-from holdfast.control.restarts import GiveUp, History
+from holdfast.control.restarts import GiveUp
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -462,18 +461,6 @@ class Coordinator(Forming):
         if isinstance(event, From) and isinstance(event.message, protocol.Hello) and self.over is not None:
             return [Send(event.node, self.over)]
         return []
-
-    @property
-    def history(self) -> History:
-        return self.account.history
-
-    @property
-    def incident(self) -> Incident | None:
-        return self.account.incident
-
-    @property
-    def incidents(self) -> int:
-        return self.account.incidents
 
     # -- what is known ------------------------------------------------------------------------------------------------
 

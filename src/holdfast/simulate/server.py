@@ -124,25 +124,25 @@ class Server:
 
     def _handle(self, event: orders.Event) -> None:
         coordinator = self.coordinator
-        incident = coordinator.incident
+        incident = coordinator.account.incident
         match event:
             case orders.From(node=node, message=protocol.Leaving()) if node in coordinator.members:
                 self._checker.saw(self.agent.timeline.now_s, seen.Left(node, coordinator.generation))
         if isinstance(event, orders.TimerFired) and event.name == "return":
-            before = (coordinator.incidents, coordinator.epoch)
+            before = (coordinator.account.incidents, coordinator.epoch)
             actions = coordinator.handle(self.agent.host.clock_s(), event)
             went_on = coordinator.phase is Phase.STOPPING or before[1] == coordinator.epoch
-            if before[0] == coordinator.incidents and not went_on:
-                self._checker.saw(self.agent.timeline.now_s, seen.Renewed(coordinator.history.spent))
+            if before[0] == coordinator.account.incidents and not went_on:
+                self._checker.saw(self.agent.timeline.now_s, seen.Renewed(coordinator.account.history.spent))
         else:
             actions = coordinator.handle(self.agent.host.clock_s(), event)
         self._actions.extend(actions)
-        if incident is not None and not coordinator.members and coordinator.incident is not incident:
+        if incident is not None and not coordinator.members and coordinator.account.incident is not incident:
             self._note_closed(incident)
 
     def _note_closed(self, incident: Incident) -> None:
         """It may have been closed when nobody was there to hear of it."""
-        now = self.coordinator.incident
+        now = self.coordinator.account.incident
         if now is None or now.number != incident.number:
             self._actions.append(Unheard(incident))
 
