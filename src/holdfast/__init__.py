@@ -8,10 +8,17 @@ from holdfast._version import __version__
 
 if TYPE_CHECKING:
     from holdfast.agent.launch import JobFailed, launch
+    from holdfast.worker.run import HealthCheckFailed, Run, init
 
-__all__ = ["JobFailed", "__version__", "launch"]
+__all__ = ["HealthCheckFailed", "JobFailed", "Run", "__version__", "init", "launch"]
 
-_HOMES = {"launch": "holdfast.agent.launch", "JobFailed": "holdfast.agent.launch"}
+_HOMES = {
+    "launch": "holdfast.agent.launch",
+    "JobFailed": "holdfast.agent.launch",
+    "HealthCheckFailed": "holdfast.worker.run",
+    "Run": "holdfast.worker.run",
+    "init": "holdfast.worker.run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -131,7 +131,7 @@ def test_the_scheduler_says_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) 
         (["--insecure", "--secret-file=s"], "--insecure and --secret-file exclude each other"),
         (["--ft-restart-policy=best"], "invalid choice: 'best'"),
         (["--rank-assignment=best"], "invalid choice: 'best'"),
-        (["--ft-use-infra-group-rank=perhaps"], "--ft-use-infra-group-rank=perhaps: true or false is meant"),
+        (["--ft-use-infra-group-rank=perhaps"], "--ft-use-infra-group-rank: 'perhaps' is neither true nor false"),
         (["--rdzv-conf=is_host=maybe"], "--rdzv-conf is_host=maybe: true or false is meant"),
         (["--rdzv-conf=join_timeout=soon"], "--rdzv-conf join_timeout=soon: a number of seconds is meant"),
         (["--rdzv-conf=join_timeout=-1"], "--rdzv-conf join_timeout=-1: a number of seconds is meant"),

@@ -191,6 +191,114 @@ def test_a_host_that_is_no_name_at_all_is_named(refuse: Refuse) -> None:
     assert "not a host name" in refuse(f"--master-addr={'x' * 70}.example", "train.py", code=REFUSED)
 
 
+# -- fault tolerance --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        *(
+            (flag, value, "is not a number of seconds above 0")
+            for flag in ("--ft-rank-heartbeat-timeout", "--ft-initial-rank-heartbeat-timeout", "--hang-floor")
+            for value in ("-1", "0", "nan", "inf", "soon", "1e400")
+        ),
+        ("--hang-floor", "null", "it cannot be null"),
+        ("--ft-rank-out-of-section-timeout", "-1", "is not a number of seconds above 0, or null for none"),
+        ("--ft-rank-section-timeouts", "step", "'step' is not of the form name:seconds"),
+        ("--ft-rank-section-timeouts", "step:-1", "step: -1.0 is not a number of seconds above 0"),
+        ("--ft-rank-section-timeouts", "step:soon", "step: 'soon' is not a number of seconds above 0"),
+        ("--ft-rank-section-timeouts", ":5", "a name is a text of 1 to 200 characters"),
+        ("--ft-rank-section-timeouts", "a:5,a:6", "'a' is given twice"),
+        ("--ft-safety-factor", "0.5", "0.5 is not a number from 1 up"),
+        ("--ft-safety-factor", "five", "'five' is not a number from 1 up"),
+        ("--max-no-progress-restarts", "-1", "-1 is not a number from 0 up"),
+        ("--max-no-progress-restarts", "few", "'few' is not a number from 0 up"),
+        ("--ft-rank-termination-signal", "SIGNOPE", "there is no signal 'SIGNOPE'"),
+        ("--ft-rank-termination-signal", "9999", "there is no signal 9999"),
+        ("--ft-rank-termination-signal", "SIGSTOP", "SIGSTOP ends no process"),
+        ("--ft-use-infra-group-rank", "perhaps", "'perhaps' is neither true nor false"),
+        ("--ft-restart-policy", "best", "invalid choice: 'best'"),
+        ("--hang-detection", "kill", "invalid choice: 'kill'"),
+    ],
+)
+def test_a_fault_tolerance_flag_that_cannot_be_meant_is_named(
+    flag: str, value: str, words: str, refuse: Refuse
+) -> None:
+    line = refuse(f"{flag}={value}", "train.py")
+    assert flag in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "fault_tolerance:\n  rank_hartbeat_timeout: 5\n",
+            "line 2: rank_hartbeat_timeout: there is no such key; did you mean rank_heartbeat_timeout?",
+        ),
+        ("fault_tolerance:\n  rank_heartbeat_timeout: -5\n", "line 2: rank_heartbeat_timeout: -5 is not a number"),
+        ("fault_tolerance:\n  rank_heartbeat_timeout: .nan\n", "rank_heartbeat_timeout: nan is not a number"),
+        ("fault_tolerance:\n  rank_heartbeat_timeout: true\n", "rank_heartbeat_timeout: True is not a number"),
+        ("fault_tolerance:\n  rank_heartbeat_timeout: '5'\n", "rank_heartbeat_timeout: '5' is not a number"),
+        ("fault_tolerance:\n  safety_factor: null\n", "safety_factor: it cannot be null"),
+        ("fault_tolerance:\n  rank_section_timeouts: {a: -1}\n", "line 2: rank_section_timeouts: a: -1 is not"),
+        ("fault_tolerance:\n  rank_section_timeouts: 5\n", "rank_section_timeouts: 5 is not a list of names"),
+        (
+            "fault_tolerance:\n  max_no_progress_cycles: -1\n",
+            "line 2: max_no_progress_cycles: -1 is not a number from 0",
+        ),
+        ("fault_tolerance:\n  max_no_progress_cycles: 1\n  max_no_progress_restarts: 2\n", "is given too"),
+        ("fault_tolerance:\n  hang_floor: 5\n  hang_floor: 6\n", "line 3: the key 'hang_floor' is given twice"),
+        ("fault_tolerance: 5\n", "line 1: fault_tolerance is not a list of keys"),
+        ("fault_tolerance: {5: 6}\n", "fault_tolerance is not a list of keys"),
+        ("a: {fault_tolerance: {}}\nb: {fault_tolerance: {}}\n", "has 2 sections fault_tolerance: in lines 1, 2"),
+        ("fault_tolerance: {}\nfault_tolerance: {}\n", "has 2 sections fault_tolerance: in lines 1, 2"),
+        ("other: 5\n", "has no section fault_tolerance:"),
+        ("", "has no section fault_tolerance:"),
+        ("a: [1\nb: 2\n", "line 2: no YAML: "),
+        ("a: \x00\n", "no YAML: "),
+        ("fault_tolerance: !python/object:os.system {}\n", "line 1: no YAML: "),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_a_fault_tolerance_file_that_cannot_be_meant_is_named(
+    text: str, words: str, tmp_path: Path, refuse: Refuse
+) -> None:
+    (tmp_path / "ft.yaml").write_text(text)
+    line = refuse("--ft-cfg-path=ft.yaml", "train.py")
+    assert "--ft-cfg-path: ft.yaml" in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"fault_tolerance": {"hang_flor": 5}}', "ft.json: hang_flor: there is no such key; did you mean hang_floor?"),
+        ('{\n"fault_tolerance"', "ft.json line 2: no JSON"),
+        ('{"fault_tolerance": {}, "fault_tolerance": {}}', "ft.json: the key 'fault_tolerance' is given twice"),
+        ('{"a": [{"fault_tolerance": {}}], "fault_tolerance": {}}', "ft.json has 2 sections"),
+    ],
+)
+def test_a_json_file_that_cannot_be_meant_is_named(text: str, words: str, tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "ft.json").write_text(text)
+    assert words in refuse("--ft-cfg-path=ft.json", "train.py")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, refuse: Refuse) -> None:
+    assert "--ft-cfg-path: ft.yaml cannot be read: No such file" in refuse("--ft-cfg-path=ft.yaml", "train.py")
+    (tmp_path / "ft.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "ft.yaml is not UTF-8 text" in refuse("--ft-cfg-path=ft.yaml", "train.py")
+    assert "cannot be read: Is a directory" in refuse("--ft-cfg-path=.", "train.py")
+
+
+def test_without_a_reader_of_yaml_it_is_said_what_to_install(
+    tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ft.yaml").write_text("fault_tolerance: {}\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert "pip install 'holdfast[yaml]'" in refuse("--ft-cfg-path=ft.yaml", "train.py")
+
+
 # -- variables --------------------------------------------------------------------------------------------------------
 
 

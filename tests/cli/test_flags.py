@@ -88,10 +88,6 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--rank_assignment": ("rank_assignment", "infrastructure"),
     "--node-timeout": ("node_timeout", 3.0),
     "--node_timeout": ("node_timeout", 3.0),
-    "--ft-restart-policy": ("ft_restart_policy", None),
-    "--ft_restart_policy": ("ft_restart_policy", None),
-    "--ft-use-infra-group-rank": ("ft_use_infra_group_rank", None),
-    "--ft_use_infra_group_rank": ("ft_use_infra_group_rank", None),
     "--retry-same-error": ("retry_same_error", False),
     "--retry_same_error": ("retry_same_error", False),
     "--exit-code-from-cause": ("exit_code_from_cause", False),
@@ -109,10 +105,55 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--tls_ca": ("tls_ca", None),
 }
 
+# Those of fault tolerance, each as --ft-NAME and --ft-param-NAME, and the first three also without the prefix.
+FT_OWN = ["hang_detection", "hang_floor", "max_no_progress_restarts"]
+FT = [
+    *FT_OWN,
+    *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"),
+    *("rank_out_of_section_timeout", "safety_factor", "rank_termination_signal", "restart_policy"),
+    "use_infra_group_rank",
+]
+# Those of NVIDIA's launcher that have nothing to act on.
+FT_WITHOUT_EFFECT = [
+    *("workload_check_interval", "restart_check_interval", "skip_section_response", "log_level"),
+    *("node_health_check_interval", "node_health_check_endpoint", "enable_nic_monitor", "enable_nic_healthcheck"),
+    *("pci_topo_file", "link_down_path_template", "link_state_path_template", "enable_dist_storage_healthcheck"),
+    *("storage_healthcheck_path", "storage_health_check_path", "segment", "numa_bind_strict"),
+    *("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
+    *("check_remaining_processes", "min_progress_iterations", "progress_update_interval", "checkpoint_iteration_file"),
+    *("num_warmup_iterations", "install_exception_hook", "no_restart_exit_code", "rdzv_impl", "cycle_info_dir"),
+    *("per_cycle_applog_prefix", "nvrx_logfile", "enable_log_server", "log_server_port", "log_server_log_prefix"),
+    *("log_server_graceful_shutdown_timeout", "log_aggregator_count", "log_leaf_max_queue_chunks"),
+    *("attribution_endpoint", "attribution_startup_timeout", "attribution_llm_api_key_file"),
+    *("attribution_llm_base_url", "attribution_llm_model", "attribution_analysis_backend", "attribution_stop_action"),
+    *("attribution_log_level", "attribution_export_url"),
+]
+
+
+def spellings(name: str, *prefixes: str) -> list[str]:
+    dashed = name.replace("_", "-")
+    return [
+        spelled
+        for prefix in prefixes
+        for spelled in (f"--{prefix}{dashed}", f"--{prefix}{name}", f"--{prefix.replace('-', '_')}{name}")
+    ]
+
+
+for _name in FT:
+    _prefixes = ("", "ft-", "ft-param-") if _name in FT_OWN else ("ft-", "ft-param-")
+    OPTIONS |= dict.fromkeys(spellings(_name, *_prefixes), (f"ft_{_name}", None))
+for _name in FT_WITHOUT_EFFECT:
+    OPTIONS |= dict.fromkeys(spellings(_name, "ft-", "ft-param-"), (f"ft_{_name}", None))
+for _spelled in spellings("max_no_progress_cycles", "ft-", "ft-param-"):
+    OPTIONS[_spelled] = ("ft_max_no_progress_restarts", None)
+for _name in ("cfg_path", "ignore_missing_cfg"):
+    OPTIONS |= dict.fromkeys(spellings(_name, "ft-"), (f"ft_{_name}", None))
+
 # Ours of which only some values can be meant.
 CHOICES = {
     "restart_policy": ["any-failed", "min-healthy"],
     "ft_restart_policy": ["any-failed", "min-healthy"],
+    "ft_hang_detection": ["off", "warn", "restart"],
     "restart_budget": ["all", "failures"],
     "rank_assignment": ["infrastructure", "deterministic"],
 }
@@ -216,6 +257,8 @@ def test_an_option_may_be_spelled_with_dashes_or_underscores() -> None:
         (["--stand"], "standalone", True),
         (["-r3"], "redirects", "3"),
         (["-t", "0:1"], "tee", "0:1"),
+        (["--ft-rank-h", "9"], "ft_rank_heartbeat_timeout", "9"),
+        (["--max-no", "9"], "ft_max_no_progress_restarts", "9"),
     ],
     ids=str,
 )
@@ -233,6 +276,13 @@ def test_every_abbreviation_that_torchrun_takes_means_the_same_here() -> None:
     prefixes = {name[:length] for name in names for length in range(3, len(name))}
     taken = {text: meant(theirs, text) for text in prefixes if len(meant(theirs, text)) == 1}
     assert {text: meant(ours, text) for text in taken} == taken
+
+
+def test_the_help_shows_each_option_once_and_none_without_effect() -> None:
+    text = make_parser().format_help()
+    assert "--ft-rank-heartbeat-timeout S" in text
+    for name in ("--ft_rank", "--ft-param-rank", *spellings("log_level", "ft-", "ft-param-")):
+        assert name not in text
 
 
 def test_an_ambiguous_abbreviation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

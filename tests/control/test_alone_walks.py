@@ -28,7 +28,7 @@ from holdfast.control.acts import (
     TimerFired,
 )
 from holdfast.control.causes import Kind, RankExit
-from holdfast.control.node import Phase
+from holdfast.control.standing import Phase
 from holdfast.wire.messages import Raised
 
 A = TypeVar("A")

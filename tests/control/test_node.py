@@ -46,7 +46,8 @@ from holdfast.control.acts import (
     TimerFired,
 )
 from holdfast.control.causes import Cause, Kind, RankExit
-from holdfast.control.node import ABANDON_S, ABANDON_WAITS, Phase
+from holdfast.control.node import ABANDON_S, ABANDON_WAITS
+from holdfast.control.standing import Phase
 
 # -- a world that goes well -------------------------------------------------------------------------------------------
 

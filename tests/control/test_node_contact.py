@@ -47,7 +47,7 @@ from holdfast.control.acts import (
 from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import BEATS
-from holdfast.control.node import Phase
+from holdfast.control.standing import Phase
 
 
 def cut_off(story: Story) -> Story:

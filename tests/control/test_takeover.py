@@ -8,8 +8,9 @@ import pytest
 from scripted import Job, StepDown, Timer, Write, every, killed, sent, told
 
 from holdfast.control import protocol
+from holdfast.control.breaking import STOPPED_BEFORE
 from holdfast.control.causes import Kind
-from holdfast.control.coordinator import ENDED_BEFORE, STOPPED_BEFORE
+from holdfast.control.coordinator import ENDED_BEFORE
 from holdfast.control.forming import Phase
 from holdfast.control.membership import RETURN_S, Policy
 

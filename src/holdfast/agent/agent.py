@@ -23,6 +23,7 @@ from holdfast.agent.link import Link
 from holdfast.agent.log_plugins import LogPlanner
 from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs
 from holdfast.agent.memory import OomWatch
+from holdfast.agent.monitors import Monitors
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
 from holdfast.agent.rundir import RunDirectory
@@ -53,7 +54,7 @@ class Result(msgspec.Struct, frozen=True):
     def exit_code(self, from_cause: bool) -> int:
         if self.kind is None:
             return 0
-        return EXIT_CODES[self.kind] if from_cause else 1
+        return EXIT_CODES[self.kind] if from_cause or self.kind is Kind.REQUESTED else 1
 
 
 class Agent:
@@ -85,6 +86,7 @@ class Agent:
         self._stop_signal: int | None = None
         self._threads: int | None = None
         self._learned = False
+        self._at_end = contextlib.ExitStack()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -116,6 +118,7 @@ class Agent:
             if self._link is not None:
                 await self._link.close()
             self._oom.close()
+            self._at_end.close()
             linux.adopt_orphans(adopted)
             self._release_signals()
             if self._listener is not None:
@@ -172,6 +175,8 @@ class Agent:
             program=msgspec.to_builtins(options.program),
             pid=os.getpid(),
         )
+        self._monitors = Monitors(self._loop, options, self._records, self._advance, self.say, nproc)
+        self._at_end.callback(self._monitors.close)
         self._node = joining.make_node(options, self._id, nproc)
         self._link = link = joining.make_link(options, self._id, self._decide, self._advance, self.say, run_dir)
         for action in self._node.begin():
@@ -294,6 +299,7 @@ class Agent:
         generation = running.world.generation
         if exit is not None:
             self._events.emit("rank.exited", generation=generation, rank=exit.rank, pid=exit.pid, status=exit.status)
+            self._monitors.exited(exit.rank)
             self._advance(acts.Exited(generation, exit))
         elif running.keeper_gone:
             self._advance(acts.KeeperLost(generation))
@@ -310,6 +316,8 @@ class Agent:
                     self._helpers.learn(tuple(filter(None, names)))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit("rank.raised", generation=generation, rank=rank, error=headline)
+            case _:
+                self._monitors.reported(report)
 
     # -- what is done about it ----------------------------------------------------------------------------------------
 
@@ -317,8 +325,14 @@ class Agent:
         match action:
             case acts.PrepareHelpers():
                 self._prepare_helpers()
-            case acts.Run(world=world):
-                self._run_world(world)
+            case acts.Run(world=world, learned=learned):
+                self._run_world(world, learned)
+            case acts.DumpStacks():
+                self._monitors.dump(action)
+            case acts.Agree(heard=heard):
+                self._monitors.agree(heard)
+            case acts.Shown(shown=shown):
+                self._monitors.shown(shown)
             case acts.Signal(ranks=ranks, signum=signum, why=why):
                 self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why)
                 if self._world is not None:
@@ -362,6 +376,7 @@ class Agent:
             case protocol.Beat():
                 steps = self._world.steps() if self._world is not None else None
                 message = msgspec.structs.replace(message, steps=steps if steps is not None else -1)
+                message = self._monitors.filled(message)
         self._link.tell(message)
 
     def _store_port(self) -> int:
@@ -378,7 +393,7 @@ class Agent:
             self._learned = False
             self._helpers.start()
 
-    def _run_world(self, world: World) -> None:
+    def _run_world(self, world: World, learned: str) -> None:
         self._close_world()
         self._events.emit(
             "world.launched",
@@ -394,8 +409,10 @@ class Agent:
         if world.group_rank == 0:
             listener, self._listener = self._listener, None
         self._world = running = RunningWorld(
-            world, listener, self._loop, self._helpers, self._oom, self._from_rank, self._lease_until_s
-        )
+            world, listener, self._loop, self._helpers, self._oom, self._from_rank, self._lease_until_s,
+            self._options.ranks_config(learned),
+        )  # fmt: skip
+        self._monitors.begin(running)
         if self._options.logs_plugin is None:
             self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
         else:
@@ -417,6 +434,7 @@ class Agent:
 
     def _close_world(self) -> None:
         if self._world is not None:
+            self._monitors.end()
             self._world.close(free_port=bool(self._options.master_port))
             self._plumbing.end_world()
             self._world = None

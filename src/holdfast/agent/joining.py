@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 
@@ -29,10 +30,14 @@ def make_node(options: Options, node: str, nproc: int) -> nodes.Node:
         order=cluster.order if cluster is not None else None,
         settings=f"--nnodes={settings.min_nodes}:{settings.max_nodes} --max-restarts={settings.max_restarts}",
     )
-    if cluster is None:
-        return nodes.Node(hello, options.shutdown_timeout_s)
     return nodes.Node(
-        hello, options.shutdown_timeout_s, settings.join_timeout_s, cluster.close_timeout_s, settings.beat_s
+        hello,
+        options.shutdown_timeout_s,
+        join_timeout_s=settings.join_timeout_s if cluster is not None else math.inf,
+        close_timeout_s=cluster.close_timeout_s if cluster is not None else 0.0,
+        beat_s=settings.beat_s,
+        hang_mode=options.rules.mode,
+        hang_signal=options.ft.rank_termination_signal,
     )
 
 

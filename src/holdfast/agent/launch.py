@@ -15,11 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import spawn
 from typing import Any
 
+import msgspec
+
 from holdfast.agent.agent import Agent, Result
 from holdfast.agent.logs import LogFilters, Logs
 from holdfast.agent.options import NUMA_MODES, Options
 from holdfast.control.membership import Settings
 from holdfast.control.restarts import Decide
+from holdfast.fault_tolerance.config import FaultToleranceConfig, HangDetection
 from holdfast.observe import explain
 from holdfast.observe.events import Event
 from holdfast.wire.messages import Command, Function, Program, portable
@@ -70,6 +73,10 @@ def launch(
     decide: Decide | None = None,
     on_event: Callable[[Event], None] | None = None,
     quiet: bool = False,
+    hang_detection: HangDetection | None = None,
+    hang_floor_s: float | None = None,
+    max_no_progress_restarts: int | None = None,
+    ft: FaultToleranceConfig | None = None,
 ) -> dict[int, Any]:
     """Call `function(*args, **kwargs)` on `nproc` ranks and return what each returned, by rank.
 
@@ -80,12 +87,16 @@ def launch(
     Three things can be replaced: where output goes (`logs`, an object with a `place` method), whether a failure leads
     to a restart (`decide`, from the history and the failure to `Restart` or `GiveUp`), and who hears of events
     (`on_event`). They are plain Python, called in this process.
+
+    A rank that hangs restarts all of them too. `ft` says how that is found; the three keywords before it say the same
+    for what is changed most, and beat it.
     """
     if programs.loading:
         raise RuntimeError(
             "holdfast.launch was called while a rank imported this script; put the call under if __name__ == '__main__'"
         )
     _check(nproc, max_restarts, shutdown_timeout_s, numa_binding)
+    ft = _fault_tolerance(ft, hang_detection, hang_floor_s, max_no_progress_restarts)
     if isinstance(function, str):
         function = [function]
     private = tempfile.mkdtemp(prefix="holdfast_call_")
@@ -100,7 +111,12 @@ def launch(
         options = Options(
             program=program,
             nproc=nproc,
-            settings=Settings(run_id=run_id or str(uuid.uuid4()), max_restarts=max_restarts, alone=True),
+            settings=Settings(
+                run_id=run_id or str(uuid.uuid4()),
+                max_restarts=max_restarts,
+                alone=True,
+                max_no_progress=ft.max_no_progress_restarts,
+            ),
             role=role,
             log_dir=log_dir,
             redirects=redirects,
@@ -114,6 +130,7 @@ def launch(
             local_ranks=frozenset(local_ranks_filter) if local_ranks_filter is not None else None,
             prefix_template=log_line_prefix_template,
             filters=LogFilters(tuple(duplicate_stdout_filters), tuple(duplicate_stderr_filters)),
+            ft=ft,
         )
         sinks = (on_event,) if on_event is not None else ()
         result = _run_beside(Agent(options, logs=logs, decide=decide, sinks=sinks, quiet=quiet))
@@ -134,6 +151,16 @@ def _check(nproc: int | str, max_restarts: int, shutdown_timeout_s: float, numa_
         raise ValueError(f"shutdown_timeout_s={shutdown_timeout_s}: at least 0 is meant")
     if numa_binding not in (None, *NUMA_MODES):
         raise ValueError(f"numa_binding={numa_binding!r}: one of {', '.join(NUMA_MODES)} is meant")
+
+
+def _fault_tolerance(
+    ft: FaultToleranceConfig | None, detection: HangDetection | None, floor_s: float | None, no_progress: int | None
+) -> FaultToleranceConfig:
+    """Raises ValueError."""
+    given = {"hang_detection": detection, "hang_floor": floor_s, "max_no_progress_restarts": no_progress}
+    return msgspec.structs.replace(
+        ft or FaultToleranceConfig(), **{key: value for key, value in given.items() if value is not None}
+    )
 
 
 def _run_beside(agent: Agent) -> Result:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import msgspec
 
 from holdfast.agent.logs import LogFilters
+from holdfast.control.hangs import Mode, Rules
 from holdfast.control.membership import Settings
+from holdfast.fault_tolerance.config import FaultToleranceConfig
 from holdfast.wire.messages import Program
 from holdfast.wire.secret import Secret
 
@@ -63,3 +65,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     prefix_template: str | None = None  # of tee'd lines; ${role_name}, ${rank} and ${local_rank} are replaced
     logs_plugin: str | None = None
     event_handler: str = "null"
+    ft: FaultToleranceConfig = FaultToleranceConfig()
+
+    @property
+    def rules(self) -> Rules:
+        """How hangs are found."""
+        return Rules(
+            mode=Mode(self.ft.hang_detection),
+            floor_s=self.ft.hang_floor,
+            safety_factor=self.ft.safety_factor,
+            first_s=self.ft.first_step_s,
+        )
+
+    def ranks_config(self, learned: str) -> bytes:
+        """What the monitor's client in each rank is to know."""
+        return msgspec.json.encode({"config": self.ft, "learned": msgspec.Raw(learned.encode() or b"null")})

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from holdfast import linux
+from holdfast.agent import dumps, pages
 from holdfast.agent.logs import Destination, Plumbing, RankOutput
 from holdfast.agent.memory import OomWatch
 from holdfast.agent.options import Options
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.causes import RankExit
 from holdfast.control.worlds import World, one_gpu_env, worker_env
-from holdfast.wire import messages
-from holdfast.worker import beacon
+from holdfast.wire import channel, messages
 
 MAX_REPORT_BYTES = 200 * 1024
 KEEPER = -1  # in the place of a local rank
@@ -37,6 +37,7 @@ class RunningWorld:
         oom: OomWatch,
         on_report: Callable[[messages.Report], None],
         lease_until_s: float = 0.0,
+        config: bytes = b"",
     ) -> None:
         self.world = world
         self._loop = loop
@@ -44,8 +45,8 @@ class RunningWorld:
         self._oom = oom
         self._on_report = on_report
         self._listener = listener
-        self._beacon_fd = beacon.make(world.local_size)
-        self._pages = [beacon.Page(self._beacon_fd, slot) for slot in range(world.local_size)]
+        self._beacon_fd, self.pages = pages.make(world.local_size, config)
+        self._stacks: dict[int, int] = {}  # by local rank: where its stacks can be read when it is asked for them
         self._processes = world.local_size + (listener is not None)
         if lease_until_s:
             self.lease(lease_until_s)
@@ -57,6 +58,7 @@ class RunningWorld:
         self._outputs: dict[int, RankOutput] = {}
         self._pids: dict[int, int] = {}  # by local rank
         self._pending_signal: int | None = None
+        self._gone: set[int] = set()
         self.keeper_gone = False
 
     def launch(
@@ -81,6 +83,7 @@ class RunningWorld:
             self._outputs[local_rank] = output
             ends = output.descriptors()
             program = substitute(options.program, local_rank)
+            self._stacks[local_rank], asked_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             self._helpers.request(
                 messages.ForkWorker(
                     token=self._token(local_rank),
@@ -95,8 +98,9 @@ class RunningWorld:
                     threads=threads,
                     numa=options.numa_binding,
                 ),
-                [self._report_end.fileno(), self._beacon_fd, *ends.values()],
+                [self._report_end.fileno(), self._beacon_fd, asked_end, *ends.values()],
             )
+            os.close(asked_end)
             output.start()
         if self._listener is not None:
             # The keeper last: ranks have more to do before they need it, and its port takes them already.
@@ -109,7 +113,7 @@ class RunningWorld:
 
     def lease(self, until_s: float) -> None:
         """Let the ranks step until then."""
-        for page in self._pages:
+        for page in self.pages:
             page.lease(until_s)
 
     # -- what happens to the processes --------------------------------------------------------------------------------
@@ -146,6 +150,7 @@ class RunningWorld:
         if local_rank == KEEPER:
             self.keeper_gone = True
             return None
+        self._gone.add(local_rank)
         self.read_reports()
         output = self._outputs[local_rank]
         output.drain()
@@ -156,7 +161,8 @@ class RunningWorld:
             pid=message.pid,
             status=message.status,
             at_s=message.at_s,
-            steps=self._pages[local_rank].steps,
+            steps=self.pages[local_rank].steps,
+            base=self.pages[local_rank].base,
             raised=self._raised.get(rank) if message.status != 0 else None,
             stderr_tail=output.tail.text(),
             oom_killed=killed and self._oom.killed(message.pid),
@@ -167,10 +173,20 @@ class RunningWorld:
         for rank in ranks:
             if (pid := self._pids.get(rank - self.world.first_rank)) is not None:
                 linux.signal_session(pid, signum)
+                if signum != signal.SIGKILL:
+                    linux.signal_session(pid, signal.SIGCONT)  # one that is stopped would not hear of it
+
+    def targets(self) -> list[dumps.Target]:
+        """Whom to ask for stacks."""
+        return [
+            dumps.Target(self.world.first_rank + slot, pid, self._stacks[slot] if self.pages[slot].written else -1)
+            for slot, pid in self._pids.items()
+            if slot != KEEPER and slot not in self._gone
+        ]
 
     def steps(self) -> int | None:
         """The most that any rank has done."""
-        return max((page.steps for page in self._pages if page.steps is not None), default=None)
+        return max((page.steps for page in self.pages if page.steps is not None), default=None)
 
     def pids(self) -> dict[int, int]:
         return {self.world.first_rank + r: pid for r, pid in self._pids.items() if r != KEEPER}
@@ -187,6 +203,7 @@ class RunningWorld:
         if self._listener is not None:
             self._listener.close()
         os.close(self._beacon_fd)
+        channel.close_all(list(self._stacks.values()))
         for output in self._outputs.values():
             output.close()
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 Work = Callable[[], None]
 
 # torch._dynamo is what constructing any torch.optim optimizer imports; FSDP comes with it.
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "holdfast.worker.bootstrap")
+PRELOAD = (
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "holdfast.worker.bootstrap"
+)  # fmt: skip
 
 
 _log_plans: dict[str, LogsSpecs] = {}  # a grown zygote inherits them, with what they remember

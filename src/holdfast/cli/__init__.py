@@ -8,6 +8,7 @@ import sys
 _COMMANDS = {
     "run": "run a training script on ranks that come back when one is killed; takes torchrun's flags",
     "nodes": "show the nodes of a running job, or take back one that was set aside",
+    "stacks": "show what the ranks of a running job are doing, and whom the others wait for",
     "simulate": "try the control plane against simulated disasters, from a seed",
 }
 

@@ -10,8 +10,10 @@ from argparse import Namespace
 from holdfast.agent import preflight
 from holdfast.agent.options import Cluster, EtcdAccess
 from holdfast.agent.preflight import Refused
+from holdfast.cli.fault_tolerance import truth
 from holdfast.cli.usage import Usage, one_of
 from holdfast.control.membership import Assignment, Budget, Policy, Settings
+from holdfast.fault_tolerance import FaultToleranceConfig
 from holdfast.wire import secret
 
 C10D_PORT = 29400
@@ -71,7 +73,7 @@ def _check_addresses(args: Namespace) -> None:
         _resolve("--master-addr", args.master_addr)
 
 
-def settings(args: Namespace) -> Settings:
+def settings(args: Namespace, ft: FaultToleranceConfig) -> Settings:
     smallest, largest = nodes(args.nnodes)
     several = _several(args)
     given = conf(args)
@@ -84,14 +86,15 @@ def settings(args: Namespace) -> Settings:
         max_restarts=args.max_restarts,
         budget=Budget(args.restart_budget),
         refill_steps=args.restart_refill or 0,
-        policy=Policy(args.ft_restart_policy or args.restart_policy),
-        assignment=_assignment(args),
+        policy=_policy(args, ft),
+        assignment=_assignment(args, ft),
         static=several and args.rdzv_backend == "static",
         alone=not several,
         elected=several and args.rdzv_backend == "etcd",
         join_timeout_s=_number(given, "join_timeout", _number(given, "timeout", 600.0)),
         last_call_s=_number(given, "last_call_timeout", 0.0),
         node_timeout_s=args.node_timeout,
+        max_no_progress=ft.max_no_progress_restarts,
     )
 
 
@@ -209,11 +212,18 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
     return unbracketed(host), int(port)
 
 
-def _assignment(args: Namespace) -> Assignment:
-    if args.ft_use_infra_group_rank is None:
+def _policy(args: Namespace, ft: FaultToleranceConfig) -> Policy:
+    """A flag of either name beats the file."""
+    if args.ft_restart_policy is None and "restart_policy" in args.given:
+        return Policy(args.restart_policy)
+    return Policy(ft.restart_policy or args.restart_policy)
+
+
+def _assignment(args: Namespace, ft: FaultToleranceConfig) -> Assignment:
+    by_flag = args.ft_use_infra_group_rank is None and "rank_assignment" in args.given
+    if by_flag or ft.use_infra_group_rank is None:
         return Assignment(args.rank_assignment)
-    wanted = _truth(args.ft_use_infra_group_rank, "--ft-use-infra-group-rank")
-    return Assignment.INFRASTRUCTURE if wanted else Assignment.DETERMINISTIC
+    return Assignment.INFRASTRUCTURE if ft.use_infra_group_rank else Assignment.DETERMINISTIC
 
 
 def _infrastructure_rank() -> int | None:
@@ -233,14 +243,11 @@ def _number(given: dict[str, str], key: str, default: float) -> float:
     return value
 
 
-def _truth(text: str | None, flag: str = "--rdzv-conf is_host") -> bool | None:
-    if text is None:
-        return None
-    if text.lower() in ("1", "true", "t", "yes", "y"):
-        return True
-    if text.lower() in ("0", "false", "f", "no", "n"):
-        return False
-    raise Usage(f"{flag}={text}: true or false is meant")
+def _truth(text: str | None) -> bool | None:
+    found = None if text is None else truth(text)
+    if isinstance(found, str):
+        raise Usage(f"--rdzv-conf is_host={text}: true or false is meant")
+    return found
 
 
 def _resolve(flag: str, host: str | None) -> None:

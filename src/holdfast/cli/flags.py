@@ -9,16 +9,19 @@ from typing import Any, NoReturn
 
 from holdfast._version import __version__
 from holdfast.agent.options import NUMA_MODES
+from holdfast.cli import fault_tolerance
+from holdfast.cli.usage import Remember
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {
     *("restart_policy", "restart_budget", "restart_refill", "retry_same_error", "exit_code_from_cause", "cold_start"),
     *("spares", "rank_assignment", "node_timeout", "secret_file", "insecure", "tls_cert", "tls_key", "tls_ca"),
-    *("ft_restart_policy", "ft_use_infra_group_rank"),
+    *fault_tolerance.DESTS,
 }
 
 _EPILOG = """\
 Every option may be spelled with dashes or underscores, and torchrun's may be given as PET_<OPTION> in the environment.
+--ft-NAME may also be --ft-param-NAME; those of NVIDIA's ft_launcher that have nothing to act on here are accepted too.
 exit codes: 0 success, 1 failure, 2 usage; with --exit-code-from-cause a failure is
   81 the program's own error   82 torch's distributed backend   83 a signal            84 out of memory
   85 a hang                    86 a lost node                   87 stopped by a signal to holdfast
@@ -36,15 +39,19 @@ class _Parser(argparse.ArgumentParser):
         """An abbreviation that torchrun understands means here what it means there, whatever flags we add."""
         found: list[Any] = super()._get_option_tuples(option_string)
         theirs = [match for match in found if match[0].dest not in OWN]
-        return theirs or found
+        # Several spellings of one option are one option.
+        return list({match[0].dest: match for match in reversed(theirs or found)}.values())[::-1]
 
 
-class _FromEnv(argparse.Action):
-    """Remember that the option was given, so that one that has no effect can be answered for."""
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """argparse's, but an option is shown in one of its spellings."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
-        namespace.given.add(self.dest)
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        short = [name for name in action.option_strings if not name.startswith("--")]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
+        return ", ".join([*short, next(name for name in action.option_strings if name.startswith("--"))]) + value
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -54,7 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def open_parser(program: str, description: str) -> argparse.ArgumentParser:
-    return _Parser(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return _Parser(prog=program, description=description, formatter_class=_Help)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_program(parser)
     _add_logs(parser)
     _add_own(parser)
+    fault_tolerance.add(parser)
     add_trust(parser)
     parser.add_argument("training_script", help="the script, module or program that each rank runs")
     parser.add_argument(
@@ -93,7 +101,7 @@ def _add(group: Any, name: str, *short: str, env: bool = True, **options: Any) -
     if flag:
         options |= {"nargs": 0, "const": True}
     spellings = dict.fromkeys([*short, f"--{name}", f"--{dest}"])
-    group.add_argument(*spellings, dest=dest, action=_FromEnv, **options)
+    group.add_argument(*spellings, dest=dest, action=Remember, **options)
 
 
 def _env_flag(dest: str, given: str | None) -> bool:
@@ -344,22 +352,6 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=3.0,
         metavar="S",
         help="a node that is silent for so long is lost (default 3)",
-    )
-    _add(
-        group,
-        "ft-restart-policy",
-        env=False,
-        default=None,
-        choices=["any-failed", "min-healthy"],
-        help="as --restart-policy",
-    )
-    _add(
-        group,
-        "ft-use-infra-group-rank",
-        env=False,
-        default=None,
-        metavar="BOOL",
-        help="True: --rank-assignment=infrastructure, False: deterministic",
     )
     _add(
         group,

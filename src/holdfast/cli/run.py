@@ -17,7 +17,7 @@ from holdfast.agent.agent import Agent
 from holdfast.agent.logs import LogFilters, parse_std
 from holdfast.agent.options import Options
 from holdfast.agent.preflight import Refused
-from holdfast.cli import cluster, flags
+from holdfast.cli import cluster, fault_tolerance, flags
 from holdfast.cli.usage import Usage, nearest, one_of
 from holdfast.observe.torchelastic import HANDLERS
 from holdfast.wire.messages import Command, Module, Program, Script, portable
@@ -50,7 +50,8 @@ def read(args: Namespace) -> Options:
     if not _has_directory():
         raise Usage("the current directory has been removed; change to one that exists")
     cluster.check(args)
-    settings = cluster.settings(args)
+    ft = fault_tolerance.read(args)
+    settings = cluster.settings(args, ft)
     return Options(
         program=_program(args),
         nproc=_nproc(args.nproc_per_node),
@@ -73,6 +74,7 @@ def read(args: Namespace) -> Options:
         prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_plugin=args.logs_specs,
         event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
+        ft=ft,
     )
 
 
@@ -92,7 +94,7 @@ def notes(args: Namespace) -> list[str]:
         said.append("--start-method has no effect: ranks are forked from a process that has torch loaded")
     if args.event_log_handler == "dynamic_rendezvous":
         said.append("--event-log-handler=dynamic_rendezvous has no effect: there is no such rendezvous here")
-    return said + cluster.notes(args)
+    return said + cluster.notes(args) + fault_tolerance.notes(args)
 
 
 def _program(args: Namespace) -> Program:

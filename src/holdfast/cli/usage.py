@@ -1,9 +1,19 @@
-"""What a wrong flag leads to."""
+"""What a given flag leads to, and a wrong one."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
+
+
+class Remember(argparse.Action):
+    """Remember that the option was given, so that one that has no effect can be answered for."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        namespace.given.add(self.dest)
 
 
 class Usage(Exception):

@@ -23,6 +23,7 @@ class Ended(msgspec.Struct, frozen=True):
     launched_at_s: float
     steps: int | None  # None where they cannot be seen
     stepped: bool
+    base: int = 0  # what the optimizer had done before this world
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -54,11 +55,18 @@ class Account:
         opened = incidents.of(self.incidents + 1, ended.generation, blamed)
         uptime_s = opened.failed_at_s - ended.launched_at_s
         rank = opened.rank if opened.rank is not None else 0
-        failure = Failure(opened.kind, rank, opened.headline, first.where, first.raised, ended.steps, uptime_s)
+        failure = Failure(
+            opened.kind, rank, opened.headline, first.where, first.raised, ended.steps, uptime_s, ended.base
+        )
         self.history = self.history.seen(failure)
         charged = self._is_charged(first, ended.stepped)
         decision = self._decide(self.history, failure) if charged else self._uncounted(first)
-        if self._settings.alone and (stuck := next((c for c in causes if c.kind is Kind.HANG), None)):
+        if (most := self._settings.max_no_progress) and self.history.stalled >= most:
+            decision = GiveUp(
+                f"{most} restarts in a row got no further than step {self.history.reached} "
+                "(--max-no-progress-restarts sets how many may)"
+            )
+        if self._settings.alone and (stuck := next((c for c in causes if c.stuck), None)):
             # There is no other node, and this one holds ranks that cannot be ended.
             opened, decision = _with(opened, kind=Kind.HANG), GiveUp(stuck.headline)
         self.incident = _with(

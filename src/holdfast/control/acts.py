@@ -6,7 +6,9 @@ import msgspec
 
 from holdfast.control import protocol
 from holdfast.control.causes import Kind, RankExit
+from holdfast.control.hangs import Hang
 from holdfast.control.incidents import Incident
+from holdfast.control.stacks import Group
 from holdfast.control.worlds import World
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -48,6 +50,43 @@ class Exited(msgspec.Struct, frozen=True):
     exit: RankExit
 
 
+class Hung(msgspec.Struct, frozen=True):
+    """A rank's monitor has given it up."""
+
+    generation: int
+    hang: Hang
+    headline: str
+
+
+class Dumped(msgspec.Struct, frozen=True):
+    """The ranks' stacks are written down. Whose request it was comes back with it."""
+
+    generation: int
+    groups: tuple[Group, ...]
+    show: protocol.Show | None = None
+
+
+class Learned(msgspec.Struct, frozen=True):
+    """The ranks have agreed on timeouts."""
+
+    state: str
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A rank asks for something: continue, exclude-node or shutdown."""
+
+    generation: int
+    rank: int
+    action: str
+    description: str
+
+
+class PeekAsked(msgspec.Struct, frozen=True):
+    """Somebody here wants to see what all ranks are doing."""
+
+    visit: int
+
+
 class StopRequested(msgspec.Struct, frozen=True):
     signum: int
 
@@ -65,7 +104,10 @@ class TimerFired(msgspec.Struct, frozen=True):
     key: int
 
 
-Local = HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | StopRequested
+Local = (
+    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Hung | Dumped | Learned | Asked | PeekAsked
+    | StopRequested
+)  # fmt: skip
 Event = Local | Contact | ContactLost | TimerFired | protocol.ToAgent
 
 
@@ -77,15 +119,35 @@ class PrepareHelpers(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Fork the ranks of a world."""
+    """Fork the ranks of a world, and give them the timeouts that earlier ones have agreed on."""
 
     world: World
+    learned: str = ""
 
 
 class Signal(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     signum: int
     why: str
+
+
+class DumpStacks(msgspec.Struct, frozen=True):
+    """Write down what the ranks are doing, and say when it is done."""
+
+    generation: int
+    show: protocol.Show | None = None
+
+
+class Agree(msgspec.Struct, frozen=True):
+    """What ranks elsewhere take their time for."""
+
+    heard: protocol.Heard
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """One node's answer to `PeekAsked`."""
+
+    shown: protocol.Shown
 
 
 class Timer(msgspec.Struct, frozen=True):
@@ -142,5 +204,6 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 Action = (
-    PrepareHelpers | Run | Signal | Timer | ClearLeftovers | Tell | Lease | HangUp | Told | Opened | Closed | Finish
-)
+    PrepareHelpers | Run | Signal | DumpStacks | Agree | Shown | Timer | ClearLeftovers | Tell | Lease | HangUp | Told
+    | Opened | Closed | Finish
+)  # fmt: skip

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from holdfast.control.stacks import MAX_RANKS, Group, merge, suspects, trimmed
 from holdfast.wire.messages import Raised
 
 
@@ -22,8 +23,12 @@ class Kind(StrEnum):
     LOST_NODE = "lost-node"
     PREEMPTED = "preempted"  # the job itself was told to stop
     LAUNCHER = "launcher"  # a helper process of ours was killed
+    REQUESTED = "requested"  # a rank asked for it
     MEMBERSHIP = "membership"  # a node joined; nothing failed
 
+
+# Says to whoever requeues failed jobs that this one is not to be; the peers' code for it.
+EXIT_DO_NOT_REQUEUE = 93
 
 # With --exit-code-from-cause. The block 81-88 is free of shells' codes (126 and up) and of sysexits' (64 to 78).
 EXIT_CODES = {
@@ -35,6 +40,7 @@ EXIT_CODES = {
     Kind.LOST_NODE: 86,
     Kind.PREEMPTED: 87,
     Kind.LAUNCHER: 88,
+    Kind.REQUESTED: EXIT_DO_NOT_REQUEUE,
     Kind.MEMBERSHIP: 86,  # as a lost node: the job wanted another size
 }
 
@@ -52,6 +58,7 @@ class RankExit(msgspec.Struct, frozen=True):
     oom_killed: bool = False
     stopped: bool = False  # because we had told it to
     not_started: str = ""  # why it never had a process
+    base: int = 0  # steps that its optimizer had done before
 
     @property
     def kind(self) -> Kind:
@@ -115,6 +122,10 @@ class Cause(msgspec.Struct, frozen=True):
     where: str = ""  # file and line of the exception
     traceback: str = ""
     stderr_tail: tuple[str, ...] = ()
+    detected_at_s: float | None = None  # of a hang, which is found later than it began
+    stuck: bool = False  # its processes cannot be ended
+    suspects: tuple[int, ...] = ()  # of a hang: the ranks that the others seem to wait for
+    groups: tuple[Group, ...] = ()  # of a hang: what the ranks were doing
 
 
 class Blame(msgspec.Struct, frozen=True):
@@ -132,6 +143,28 @@ def blame(causes: Sequence[Cause]) -> Blame:
     first = min(causes, key=lambda cause: (cause.kind is Kind.BACKEND, cause.failed_at_s, _order(cause)))
     rest = [cause for cause in causes if cause is not first]
     return Blame(first, tuple(sorted(rest, key=lambda cause: (cause.failed_at_s, _order(cause)))))
+
+
+def explained(causes: Sequence[Cause], groups: Sequence[Group]) -> list[Cause]:
+    """The causes, with what the ranks were doing as evidence for hangs. Whose monitor was first to notice is chance: in
+    a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame."""
+    merged = merge(groups)
+    if not merged:
+        return list(causes)
+    accused = suspects(merged)
+    node = next((group.node for group in groups if accused and accused[0] in group.ranks), "")
+    ranks = sum(group.count for group in merged)
+    found = []
+    for cause in causes:
+        if cause.kind is Kind.HANG and not cause.stuck:
+            changes: dict[str, object] = {"suspects": accused[:MAX_RANKS], "groups": trimmed(merged)}
+            if accused:
+                changes |= {"rank": accused[0], "node": node}
+            elif ranks > 1:
+                changes |= {"rank": None, "node": ""}
+            cause = msgspec.structs.replace(cause, **changes)
+        found.append(cause)
+    return found
 
 
 def _order(cause: Cause) -> tuple[int, str]:

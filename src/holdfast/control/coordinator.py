@@ -7,38 +7,32 @@ starts the next, writes down what it decided before anybody hears of it, and nev
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TypeVar
 
 import msgspec
 
 from holdfast.control import protocol, texts
-from holdfast.control.account import Ended
+from holdfast.control.breaking import Breaking
 from holdfast.control.causes import Cause, Kind, signal_name
-from holdfast.control.forming import Forming, Phase
+from holdfast.control.forming import Phase
 from holdfast.control.membership import (
     BEATS,
     Member,
-    Policy,
     choose,
 )
-from holdfast.control.orders import Action, Drop, End, Event, From, Gone, Send, StepDown, Timer, TimerFired, Write
-from holdfast.control.restarts import GiveUp
+from holdfast.control.orders import Action, Drop, Event, From, Gone, Send, StepDown, Timer, TimerFired, Write
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-# The cause of a world's end where the one who knew it is gone.
-STOPPED_BEFORE = "the coordinator before this one had it stopped"
 ENDED_BEFORE = "the job ended while this node was cut off from it"
 
 
-# What speaks against a machine. A program's own error would come anywhere, and a broken collective is seldom the fault
-# of the one who says so.
-STRIKES = (Kind.SIGNAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.LOST_NODE, Kind.LAUNCHER)
 # Who was elected before has let its lease run out, or refused a connection. If it lives, it knows that it was replaced.
 PREDECESSOR_S = 1.0
 
 
-class Coordinator(Forming):
+class Coordinator(Breaking):
     """Changed by `handle` alone."""
 
     def begin(self, now_s: float) -> list[Action]:
@@ -67,6 +61,10 @@ class Coordinator(Forming):
         self.heard_s = now_s
         self._enter(Phase.RUNNING)
         actions += [Write(self._record(now_s)), Timer("return", self.epoch, self.settings.return_s)]
+        if record.ending is not None:
+            self.ending = record.ending
+            self.causes.append(Cause(Kind.REQUESTED, record.ending.reason, now_s))
+            actions += self._break(now_s, record.ending.reason)
         if record.node in self.seats and self.settings.elected:
             actions.append(Timer("predecessor", 0, PREDECESSOR_S))
         elif record.node in self.seats:
@@ -107,7 +105,7 @@ class Coordinator(Forming):
         member.missed, member.heard_s = 0, now_s
         match message:
             case protocol.Beat():
-                return [Send(node, protocol.Heard(message.now_s)), *self._progress(now_s, message)]
+                return [Send(node, self._heard(now_s, member, message)), *self._progress(now_s, message)]
             case protocol.Started(generation=generation) if generation == self.generation:
                 self.unstarted.discard(node)
                 if not self.unstarted:
@@ -115,7 +113,7 @@ class Coordinator(Forming):
             case protocol.Stepped(generation=generation) if generation == self.generation:
                 return self._stepped(now_s, node, message.at_s + now_s - message.now_s)
             case protocol.Failing(generation=generation, why=why) if self._in_world(node, generation):
-                return self._node_failed(now_s, node, why)
+                return self._node_failed(now_s, node, why, message.hang)
             case protocol.Down():
                 return self._down(now_s, node, member, message)
             case protocol.Done(generation=generation) if self._in_world(node, generation):
@@ -125,6 +123,16 @@ class Coordinator(Forming):
                 return self._consider(now_s)
             case protocol.Leaving(signum=signum):
                 return self._leaving(now_s, node, member, signum)
+            case protocol.Learned(state=state):
+                self.learned = state
+                return [Write(self._record(now_s))]
+            case protocol.Request() if self._in_world(node, message.generation):
+                return self._requested(now_s, member, message)
+            case protocol.Peek(visit=visit):
+                asked = [other for other in self.seats if other in self.members] or [node]
+                return [Send(other, protocol.Show(node, visit, len(asked))) for other in asked]
+            case protocol.Shown(origin=origin) if origin in self.members:
+                return [Send(origin, message)]
         return []
 
     # -- nodes come ---------------------------------------------------------------------------------------------------
@@ -147,6 +155,7 @@ class Coordinator(Forming):
             self.account.remember(hello.restarts)
             self.first_call_over = self.first_call_over or hello.generation >= 0
             actions.append(Write(self._record(now_s)))
+        self.learned = self.learned or hello.learned
         self.remembered = self.remembered or hello.term >= 0
         known = self.members.get(node)
         arrival = hello.arrival if hello.arrival >= 0 else known.arrival if known else self.arrivals
@@ -157,6 +166,8 @@ class Coordinator(Forming):
             actions.append(Send(node, protocol.Opened(self.account.incident, now_s)))  # it may have missed it
         actions += self._note_settings(node, hello)
         actions += self._take_up(now_s, node, member)
+        if hello.asks is not None and self._in_world(node, hello.asks.generation):
+            actions += self._requested(now_s, member, hello.asks)
         return actions + self._consider(now_s, node)
 
     def _seat_taken(self, node: str, hello: protocol.Hello) -> str:
@@ -250,119 +261,6 @@ class Coordinator(Forming):
         self.causes.append(Cause(Kind.PREEMPTED, headline, now_s, node=member.hello.host))
         return self._node_failed(now_s, node, f"node {member.hello.host} leaves")
 
-    # -- the world breaks ---------------------------------------------------------------------------------------------
-
-    def _node_failed(self, now_s: float, node: str, why: str) -> list[Action]:
-        """Something is wrong with the world at this node."""
-        if self.phase is Phase.STOPPING:
-            return self._settle_if_down(now_s)
-        if self.phase is not Phase.RUNNING:
-            return self._consider(now_s)
-        self.undone.discard(node)
-        healthy = len(self.undone & self.up) + len(self.done)
-        if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
-            return [] if node in self.up else self._go_on_without(now_s, why, healthy)
-        return self._break(now_s, why)
-
-    def _go_on_without(self, now_s: float, why: str, healthy: int) -> list[Action]:
-        """With min-healthy the others are not stopped; the script has its own way to do without a node."""
-        actions: list[Action] = []
-        if self.causes:
-            noted = self.account.note(now_s, self._ended(), self.causes, f"{healthy} healthy nodes go on")
-            self.causes = []
-            actions += self._broadcast(protocol.Opened(noted, now_s)) + self._broadcast(protocol.Closed(noted, now_s))
-            actions += [Write(self._record(now_s)), *self._broadcast(protocol.Note(f"{noted.what}; {noted.action}"))]
-        return actions + (self._succeed(now_s) if not self.undone and not self.up else [])
-
-    def _break(self, now_s: float, why: str) -> list[Action]:
-        self.broken_at_s = now_s
-        self._enter(Phase.STOPPING)
-        stop = protocol.Stop(self.generation, why)
-        stops: list[Action] = [Send(node, stop) for node in self.seats if node in self.up and node in self.members]
-        if self.absent:
-            stops.append(Timer("return", self.epoch, self.settings.return_s))
-        return stops + self._settle_if_down(now_s)
-
-    def _down(self, now_s: float, node: str, member: Member, down: protocol.Down) -> list[Action]:
-        member.ready, member.fit, member.store_port, member.busy = down.ready, down.fit, down.store_port, False
-        if not self._in_world(node, down.generation) or node in self.done:
-            return self._consider(now_s)
-        self.unconfirmed.discard(node)
-        by_s = now_s - down.now_s
-        name = "" if self.settings.alone else member.hello.host
-        if node in self.up:
-            self.causes += [_with(protocol.shifted(cause, by_s), node=name) for cause in down.causes]
-            self.world_steps = max(self.world_steps, down.steps or 0)
-            self.steps_known = self.steps_known or down.steps is not None
-            self.steps_seen = self.steps_seen or bool(down.steps)
-            self.up.discard(node)
-        return self._node_failed(now_s, node, f"the ranks of {member.hello.host} have ended")
-
-    def _done(self, now_s: float, node: str, done: protocol.Done) -> list[Action]:
-        self.world_steps = max(self.world_steps, done.steps or 0)
-        self.unconfirmed.discard(node)
-        self.up.discard(node)
-        self.undone.discard(node)
-        self.done.add(node)
-        if self.phase is Phase.STOPPING:
-            return self._settle_if_down(now_s)
-        if self.phase is Phase.RUNNING and not self.undone and not self.up:
-            return self._succeed(now_s)
-        return []
-
-    def _succeed(self, now_s: float) -> list[Action]:
-        self.steps += self.world_steps
-        return self._finish(now_s, None)
-
-    def _settle_if_down(self, now_s: float) -> list[Action]:
-        if self.phase is not Phase.STOPPING or self.up:
-            return []
-        return self._settle(now_s)
-
-    def _settle(self, now_s: float) -> list[Action]:
-        """The world is down: name the cause, then restart or give up."""
-        self.steps += self.world_steps
-        leavers = [member for member in self.members.values() if member.leaving is not None]
-        if leavers and self._only_leavers:
-            reason = f"stopped by {signal_name(leavers[-1].leaving or 0)}"
-            return self._finish(now_s, Kind.PREEMPTED, reason)
-        if self.joining:
-            # Nodes stop one after the other, and ranks whose peers went first say that their backend broke. It did not.
-            self.causes = [cause for cause in self.causes if cause.kind is not Kind.BACKEND]
-        actions = self._close_incident(now_s, self.causes[0].failed_at_s if self.causes else self.broken_at_s)
-        if not self.causes:
-            headline = self.joining or (STOPPED_BEFORE if self.inherited else "the world was stopped")
-            self.causes.append(Cause(Kind.MEMBERSHIP, headline, self.broken_at_s))
-        answer = self.account.open(now_s, self._ended(), self.causes)
-        assert self.account.incident is not None
-        opened = protocol.Opened(self.account.incident, now_s)
-        actions += [Write(self._record(now_s)), *self._broadcast(opened)]
-        if isinstance(answer.decision, GiveUp):
-            return actions + self._finish(now_s, opened.incident.kind, answer.decision.reason)
-        actions += self._judge(now_s, answer.first)
-        if answer.decision.after_s > 0:
-            self._enter(Phase.WAITING)
-            return [*actions, Timer("backoff", self.epoch, answer.decision.after_s)]
-        return actions + self._gather(now_s)
-
-    def _ended(self) -> Ended:
-        steps = self.world_steps if self.steps_known else None
-        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen)
-
-    def _judge(self, now_s: float, first: Cause) -> list[Action]:
-        """Set a node aside that keeps failing, if the job can do without it."""
-        if not first.node or first.kind not in STRIKES:
-            return []
-        others = sum(1 for m in self.members.values() if m.hello.host != first.node and m.fit and m.leaving is None)
-        if others < self.settings.min_nodes:
-            return []
-        why = self.quarantine.blame(first.node, first.headline, now_s)
-        if not why:
-            return []
-        text = f"{first.node} is set aside: {why}; holdfast nodes --lift {first.node} takes it back"
-        left_s = self.quarantine.left_s(first.node, now_s)
-        return [*self._broadcast(protocol.Note(text)), Timer("quarantine", 0, left_s)]
-
     # -- the world runs -----------------------------------------------------------------------------------------------
 
     def _progress(self, now_s: float, beat: protocol.Beat) -> list[Action]:
@@ -372,6 +270,23 @@ class Coordinator(Forming):
         self.steps_known = self.steps_seen = True
         return [Write(self._record(now_s))] if self.account.refill(self.world_steps) else []
 
+    def _heard(self, now_s: float, member: Member, beat: protocol.Beat) -> protocol.Heard:
+        """The answer to a beat: what all nodes have learned, and whom of the others its ranks may be waiting for."""
+        self.gaps_s = tuple(map(max, self.gaps_s, beat.gaps_s))
+        self.trained = self.trained or beat.trained
+        member.busy_until_s = now_s + beat.busy_for_s
+        member.calm_since_s = now_s - beat.calm_for_s if beat.calm_for_s >= 0 else -math.inf
+        others = [other for other in self.members.values() if other is not member]
+        busy_until_s = max((other.busy_until_s for other in others), default=now_s)
+        calm_for_s = now_s - max((other.calm_since_s for other in others), default=-math.inf)
+        return protocol.Heard(
+            beat.now_s,
+            _gaps(self.gaps_s),
+            self.trained,
+            busy_for_s=max(0.0, busy_until_s - now_s),
+            calm_for_s=calm_for_s if math.isfinite(calm_for_s) else -1.0,
+        )
+
     def _stepped(self, now_s: float, node: str, at_s: float) -> list[Action]:
         self.steps_known = self.steps_seen = True
         self.unstepped.discard(node)
@@ -380,10 +295,6 @@ class Coordinator(Forming):
         self.account.recovered(at_s)
         closed = self._close_incident(now_s)
         return [*closed, Write(self._record(now_s))]  # a next coordinator must not close it again
-
-    def _close_incident(self, now_s: float, failed_again_at_s: float | None = None) -> list[Action]:
-        closed = self.account.close(failed_again_at_s)
-        return [] if closed is None else self._broadcast(protocol.Closed(closed, now_s))
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -426,7 +337,7 @@ class Coordinator(Forming):
         absent = [node for node in self.seats if node in self.absent]
         if not self.remembered and len(absent) == len(self.up):
             self.account.begin_anew()
-            self.up, self.absent, self.causes = set(), set(), []
+            self.up, self.absent, self.causes, self.ending = set(), set(), [], None
             return self._gather(now_s)
         for node in absent:
             host = self.seats[node].host
@@ -445,31 +356,12 @@ class Coordinator(Forming):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, now_s: float, kind: Kind | None, reason: str = "") -> list[Action]:
-        actions = self._close_incident(now_s)
-        over = self.over = protocol.Over(kind, reason, self.steps)
-        # A spare has done its part, however the others fared.
-        had_world = self.phase in (Phase.RUNNING, Phase.STOPPING)
-        spares = {node for node in self.members if had_world and node not in self.seats}
-        released = protocol.Over(None, reason, self.steps)
-        told: list[Action] = [Send(node, released if node in spares else over) for node in self.members]
-        self._enter(Phase.OVER)
-        self.seats = {}
-        return [*actions, Write(self._record(now_s)), *told, End()]
-
     def _after_the_end(self, event: Event) -> list[Action]:
         if isinstance(event, From) and isinstance(event.message, protocol.Hello) and self.over is not None:
             return [Send(event.node, self.over)]
         return []
 
     # -- what is known ------------------------------------------------------------------------------------------------
-
-    def _in_world(self, node: str, generation: int) -> bool:
-        return generation == self.generation and node in self.seats
-
-    @property
-    def _only_leavers(self) -> bool:
-        return all(member.leaving is not None for member in self.members.values())
 
     def _look(self, now_s: float, visitor: str, look: protocol.Look) -> list[Action]:
         lifted = bool(look.lift) and self.quarantine.lift(look.lift)
@@ -490,6 +382,11 @@ class Coordinator(Forming):
             lifted=lifted,
         )
         return [Send(visitor, answer), *([Write(self._record(now_s)), *self._consider(now_s)] if lifted else [])]
+
+
+def _gaps(gaps_s: tuple[float, ...]) -> protocol.Gaps:
+    starting, training, evaluating, saving = gaps_s
+    return starting, training, evaluating, saving
 
 
 def _with(value: S, **changes: object) -> S:

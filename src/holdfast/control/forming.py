@@ -11,6 +11,7 @@ from holdfast.control.membership import Budget, Member, Policy, Record, Seat, Se
 from holdfast.control.orders import Action, Send, Timer, Write
 from holdfast.control.quarantine import Quarantine
 from holdfast.control.restarts import Decide, decide_unless_same_error
+from holdfast.control.stacks import Group
 
 
 class Phase(StrEnum):
@@ -67,6 +68,12 @@ class Forming:
         self.first_call_over = False
         self.inherited = False  # the world was formed by an earlier coordinator
         self.remembered = False  # a node has known a coordinator of this job before
+        self.ending: protocol.Over | None = None  # how the job ends once this world is down: a rank asked for it
+        self.groups: list[Group] = []  # what the ranks of a hung world were doing
+        self.world_base = 0  # the steps that an optimizer had done before this world
+        self.gaps_s: tuple[float, ...] = protocol.NO_GAPS
+        self.trained = False
+        self.learned = record.learned if record and not record.over else ""
         self.missing: list[str] = []  # names of nodes that were lost since the last world
 
     def _gather(self, now_s: float) -> list[Action]:
@@ -137,7 +144,7 @@ class Forming:
         self.account.launched(now_s)
         self._enter(Phase.RUNNING)
         launches: list[Action] = [
-            Send(place.node, protocol.Launch(world))
+            Send(place.node, protocol.Launch(world, self.learned))
             for place, world in zip(
                 seats, shares(self.settings, seats, self.generation, self.account.history.spent), strict=True
             )
@@ -151,15 +158,16 @@ class Forming:
         self.unstarted, self.unstepped, self.undone = set(self.seats), set(self.seats), set(self.seats)
         self.unconfirmed, self.done = set(self.seats), set()
         self.heard_s = 0.0
-        self.world_steps = 0
+        self.world_steps = self.world_base = 0
         self.steps_known = self.steps_seen = False
+        self.groups, self.ending = [], None
         self.causes, self.joining, self.inherited = [], "", False
         self.launched_at_s = now_s
 
     def _launch_of(self, node: str) -> protocol.Launch:
         seats = tuple(self.seats.values())
         worlds = shares(self.settings, seats, self.generation, self.account.history.spent)
-        return protocol.Launch(worlds[self.seats[node].group_rank])
+        return protocol.Launch(worlds[self.seats[node].group_rank], self.learned)
 
     def _grow_if_possible(self, now_s: float) -> list[Action]:
         settings = self.settings
@@ -200,7 +208,7 @@ class Forming:
             return [Send(newcomer, protocol.Waiting(text))]
         return self._broadcast(protocol.Waiting(text)) if self.missing else []
 
-    def _break(self, now_s: float, why: str) -> list[Action]:
+    def _break(self, now_s: float, why: str, hang: bool = False) -> list[Action]:
         """Stop the world, to form another."""
         raise NotImplementedError
 
@@ -237,6 +245,8 @@ class Forming:
             over=self.over,
             since=self.since,
             former=self.former,
+            learned=self.learned,
+            ending=self.ending,
         )
 
     def _broadcast(self, message: protocol.ToAgent) -> list[Action]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.control.causes import Blame, Kind
+from holdfast.control.stacks import Group
 
 
 class Follower(msgspec.Struct, frozen=True):
@@ -40,16 +41,21 @@ class Incident(msgspec.Struct, frozen=True):
     started_at_s: float | None = None
     recovered_at_s: float | None = None
     failed_again_at_s: float | None = None  # instead of recovering
+    detected_at_s: float | None = None  # of a hang, which is found later than it began
+    suspects: tuple[int, ...] = ()  # of a hang: the ranks that the others seem to wait for
+    groups: tuple[Group, ...] = ()  # of a hang: what the ranks were doing
 
     @property
     def what(self) -> str:
-        if self.rank is None:
-            return self.headline
-        return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.headline}"
+        on = f" on {self.node}" if self.node else ""
+        if self.detected_at_s is not None:
+            return f"{f'rank {self.rank}{on}' if self.rank is not None else 'the world'} hangs: {self.headline}"
+        return self.headline if self.rank is None else f"rank {self.rank}{on}: {self.headline}"
 
     def phases_s(self) -> dict[str, float]:
         """Where the time went. The phases that have ended, in order; they add up to `lost_s`."""
         marks = [
+            *([("detect", self.detected_at_s)] if self.detected_at_s is not None else []),
             ("stop", self.stopped_at_s),
             ("wait", self.launched_at_s),
             ("start", self.started_at_s),
@@ -90,5 +96,8 @@ def of(number: int, generation: int, blamed: Blame) -> Incident:
         traceback=first.traceback,
         stderr_tail=first.stderr_tail,
         followers=tuple(Follower(c.rank, c.headline, c.node) for c in blamed.followers[:MAX_FOLLOWERS]),
+        suspects=first.suspects,
+        groups=first.groups,
         failed_at_s=first.failed_at_s,
+        detected_at_s=first.detected_at_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -51,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float = 600.0
     last_call_s: float = 0.0
     node_timeout_s: float = 3.0
+    max_no_progress: int = 0  # restarts in a row that did not get further; 0: any number
 
     @property
     def beat_s(self) -> float:
@@ -100,6 +102,8 @@ class Record(msgspec.Struct, frozen=True):
     over: Over | None = None
     since: int = 0  # the term in which this job began; nodes of an older one with the same name are not its own
     former: Over | None = None  # how that one ended
+    learned: str = ""  # the timeouts that ranks have agreed on
+    ending: Over | None = None  # how the job ends once that world is down: a rank asked for it
 
 
 class Member:
@@ -115,6 +119,7 @@ class Member:
         self.busy = False  # it has ranks of an old world
         self.leaving: int | None = None
         self.fit = True
+        self.busy_until_s = self.calm_since_s = -math.inf  # its ranks evaluate or save, and were last done with it
         self.told = ""  # the last thing it was told about standing by
 
     @property

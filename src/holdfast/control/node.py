@@ -6,102 +6,58 @@ one starts, and everything when no coordinator was reached for too long. The res
 
 from __future__ import annotations
 
-import math
 import signal
-from enum import StrEnum
 
 import msgspec
 
 from holdfast.control import protocol
 from holdfast.control.acts import (
     Action,
+    Agree,
+    Asked,
     ClearLeftovers,
     Closed,
     Contact,
     ContactLost,
+    Dumped,
+    DumpStacks,
     Event,
     Exited,
     Finish,
     HangUp,
     HelpersLost,
     HelpersReady,
+    Hung,
     KeeperLost,
-    Lease,
+    Learned,
     Opened,
+    PeekAsked,
     PrepareHelpers,
     Run,
+    Shown,
     Signal,
     Started,
     Stepped,
     StopRequested,
-    Tell,
     Timer,
     TimerFired,
     Told,
 )
 from holdfast.control.causes import Cause, Kind, RankExit, signal_name
-from holdfast.control.membership import BEATS
-from holdfast.control.worlds import World
+from holdfast.control.hangs import Mode
+from holdfast.control.stacks import describe, trimmed
+from holdfast.control.standing import Phase, Standing
 
 # How long after SIGKILL a process may take to go before the node ends without it. Only one in an uninterruptible
 # system call, state D, takes more than a moment, and it holds what a successor would need.
 ABANDON_S = 10.0
 ABANDON_WAITS = 5  # counted and not timed: a machine that slept has not waited
+# How long the stacks of a hung world may take to write. They take milliseconds; py-spy, where it is installed, seconds.
+DUMP_S = 5.0
 
 
-class Phase(StrEnum):
-    PREPARING = "preparing"  # the helpers are starting
-    IDLE = "idle"  # a spare, or between two worlds
-    RUNNING = "running"
-    STOPPING = "stopping"
-    DONE = "done"
-
-
-class Node:
+class Node(Standing):
     """Changed by `handle` alone."""
-
-    def __init__(
-        self,
-        hello: protocol.Hello,
-        grace_s: float,
-        join_timeout_s: float = math.inf,
-        close_timeout_s: float = 30.0,
-        beat_s: float = 0.5,
-    ) -> None:
-        self.hello = hello
-        self.grace_s = grace_s
-        self.join_timeout_s = join_timeout_s
-        self.close_timeout_s = close_timeout_s
-        self.beat_s = beat_s
-        self.phase = Phase.PREPARING
-        self.helpers = False  # there is a zygote to fork from
-        self.contact = False
-        self.greeted = False  # since this contact
-        self.greeted_at_s = 0.0
-        self.welcomed = False  # since this contact
-        self.contacts = 0  # and losses of it, so that an old timer is known as such
-        self.missed = 0  # beats without an answer
-        self.term = -1
-        self.arrival = -1
-        self.generation = -1  # the newest that this node was told of
-        self.restarts = 0
-        self.world: World | None = None  # the last one that was run here
-        self.pending: World | None = None  # waits until the old ranks are gone and helpers are there
-        self.live: frozenset[int] = frozenset()
-        self.stepped: frozenset[int] = frozenset()
-        self.stepped_at_s = 0.0
-        self.exits: tuple[RankExit, ...] = ()
-        self.causes: tuple[Cause, ...] = ()  # of ours, not of a rank
-        self.failing = ""
-        self.sent: frozenset[int] = frozenset()  # signals that this world's ranks were sent
-        self.stop_sent_at_s = 0.0
-        self.stop_signal: int | None = None  # this node was told to end
-        self.lost_steps: int | None = None  # known from the beacons of ranks that died with their zygote
-        self.steps = 0  # in worlds that have ended
-        self.over: Finish | None = None  # how to finish once the ranks are gone
-        self.fit = True
-        self.waits = 0  # since SIGKILL
-        self.opened = self.closed = (-1, 0)  # generation and number of the last incident that this node heard of
 
     def begin(self) -> list[Action]:
         return [PrepareHelpers(), *self._wait_for_contact()]
@@ -131,6 +87,16 @@ class Node:
                 cause = Cause(Kind.LAUNCHER, "the store keeper was killed", now_s)
                 self.causes += (cause,)
                 return self._fail(now_s, cause.headline)
+            case Hung(generation=generation) if self._is_running(generation):
+                return self._hung(now_s, event)
+            case Dumped():
+                return self._dumped(event)
+            case Learned(state=state):
+                return self._learned(state)
+            case Asked(generation=generation) if self.world is not None and generation == self.world.generation:
+                return self._asked(event)
+            case PeekAsked(visit=visit):
+                return self._tell(protocol.Peek(visit))
             case HelpersReady():
                 return self._helpers_ready(now_s)
             case HelpersLost():
@@ -164,18 +130,23 @@ class Node:
                 # Whether ranks that are there may go on is not known yet: a stop follows, or the answer to a beat.
                 return [] if self.live else self._lease(said_s)
             case protocol.Heard(said_s=said_s):
-                return self._lease(said_s)
+                return [*self._lease(said_s), *self._agree(event)]
             case protocol.Launch() if not self.welcomed:
                 return []  # meant for an earlier contact, by a coordinator that had not yet heard what we said in this
             case protocol.Launch(world=world) if world.generation > self.generation:
                 self.generation, self.restarts = world.generation, world.restart_count
-                self.pending = world
+                self.pending, self.learned = world, event.learned or self.learned
                 if self.live:
                     # Ranks of an older world: whatever they do now, nobody wants it.
                     return self._stop(now_s, signal.SIGTERM, f"generation {world.generation} has begun")
                 return self._run_pending()
-            case protocol.Stop(generation=generation, why=why):
-                return self._told_to_stop(now_s, generation, why)
+            case protocol.Stop():
+                return self._told_to_stop(now_s, event)
+            case protocol.Show():
+                generation = self.world.generation if self.world is not None else -1
+                return [DumpStacks(generation, event)]
+            case protocol.Shown():
+                return [Shown(event)]
             case protocol.Over(kind=kind, reason=reason, steps=steps):
                 self.steps = max(self.steps, steps)
                 return self._finish_when_down(now_s, Finish(kind, reason), "the job has ended")
@@ -184,76 +155,6 @@ class Node:
             case protocol.Standby(why=text) | protocol.Waiting(why=text) | protocol.Note(text=text):
                 return [Told(text)]
         return []
-
-    def _wait_for_contact(self) -> list[Action]:
-        if math.isinf(self.join_timeout_s):
-            return []
-        return [Timer("contact", self.contacts, self.close_timeout_s if self._succeeded else self.join_timeout_s)]
-
-    def _set_beat(self) -> list[Action]:
-        return [] if math.isinf(self.join_timeout_s) else [Timer("beat", self.contacts, self.beat_s)]
-
-    def _beat(self, now_s: float) -> list[Action]:
-        """Missed answers are counted, not timed, as the coordinator does with beats."""
-        self.missed += self.greeted  # before that nothing was said that could be answered
-        if self.missed > BEATS:
-            return [HangUp("it has been silent")]
-        return [*self._tell(protocol.Beat(now_s, self._running)), *self._set_beat()]
-
-    def _lease(self, said_s: float) -> list[Action]:
-        if math.isinf(self.join_timeout_s) or self.phase is Phase.STOPPING:
-            return []
-        return [Lease(said_s + self.join_timeout_s)]
-
-    def _tell(self, message: protocol.ToCoordinator) -> list[Action]:
-        """What is not heard now is told with the next greeting, which has all that still matters."""
-        return [Tell(message)] if self.contact and self.greeted else []
-
-    def _greet(self, now_s: float) -> list[Action]:
-        if not self.contact or self.greeted or (not self.helpers and self.generation < 0):
-            return []
-        self.greeted, self.greeted_at_s = True, now_s
-        hello = msgspec.structs.replace(
-            self.hello,
-            arrival=self.arrival,
-            term=self.term,
-            generation=self.generation,
-            restarts=self.restarts,
-            running=self._running,
-            ready=self.helpers,
-            now_s=now_s,
-        )
-        return [Tell(hello), *self._report(now_s)]
-
-    def _report(self, now_s: float) -> list[Action]:
-        """How the last world stands here."""
-        leaving = self._tell(protocol.Leaving(self.stop_signal)) if self.stop_signal is not None else []
-        if not self.live:
-            told = self.generation >= 0 and not (self.world is None and self.pending)
-            return leaving + self._tell(self._end_of_world(now_s)) if told else leaving
-        assert self.world is not None
-        generation = self.world.generation
-        if self.failing:
-            return leaving + self._tell(protocol.Failing(generation, self.failing))
-        if self._all_stepped:
-            return leaving + self._tell(protocol.Stepped(generation, self.stepped_at_s, now_s))
-        return leaving
-
-    def _end_of_world(self, now_s: float) -> protocol.Done | protocol.Down:
-        if self.pending is None and (self.world is None or self.world.generation < self.generation):
-            return protocol.Down(self.generation, now_s, ready=self.helpers)  # it never ran here, and never will
-        assert self.world is not None
-        if self._succeeded:
-            return protocol.Done(self.world.generation, self._world_steps())
-        causes = (*self.causes, *(exit.cause() for exit in self.exits if exit.is_failure))
-        return protocol.Down(
-            self.world.generation,
-            now_s,
-            protocol.trimmed(tuple(sorted(causes, key=lambda cause: cause.failed_at_s))),
-            self._world_steps(),
-            ready=self.helpers,
-            fit=self.fit,
-        )
 
     # -- worlds -------------------------------------------------------------------------------------------------------
 
@@ -266,9 +167,11 @@ class Node:
         self.live = frozenset(range(world.first_rank, world.first_rank + world.local_size))
         self.stepped = self.sent = frozenset()
         self.exits, self.causes, self.failing, self.lost_steps = (), (), "", None
-        return [Run(world)]
+        self.hung, self.dumping, self.groups, self.request = False, False, (), None
+        return [Run(world, self.learned)]
 
-    def _told_to_stop(self, now_s: float, generation: int, why: str) -> list[Action]:
+    def _told_to_stop(self, now_s: float, stop: protocol.Stop) -> list[Action]:
+        generation = stop.generation
         if generation > self.generation or (self.pending is not None and self.pending.generation <= generation):
             # A world that never ran here, and never will.
             self.generation, self.pending = max(self.generation, generation), None
@@ -276,7 +179,9 @@ class Node:
             return []
         if not self.live:
             return self._tell(self._end_of_world(now_s))
-        return self._stop(now_s, signal.SIGTERM, why) if self.phase is Phase.RUNNING else []
+        if self.phase is not Phase.RUNNING:
+            return []
+        return self._stop_hung(now_s, stop.why) if stop.hang else self._stop(now_s, signal.SIGTERM, stop.why)
 
     def _stepped(self, now_s: float, event: Stepped) -> list[Action]:
         assert self.world is not None
@@ -380,6 +285,68 @@ class Node:
     def _hello_again(self, now_s: float) -> protocol.ToCoordinator:
         return protocol.Down(self.world.generation if self.world is not None else -1, now_s, ready=False)
 
+    # -- hangs and requests -------------------------------------------------------------------------------------------
+
+    def _hung(self, now_s: float, event: Hung) -> list[Action]:
+        assert self.world is not None
+        rank = event.hang.rank
+        if rank not in self.live:
+            return []
+        if event.hang.phase >= 0 and not self.contact:
+            return []  # it may be waiting for another node, which nobody could tell us, and nobody could cure it now
+        if self.hang_mode is not Mode.RESTART:
+            text = f"rank {rank} may hang: {event.headline}; --hang-detection={self.hang_mode} lets it be"
+            return [Told(text), DumpStacks(event.generation)]
+        cause = Cause(Kind.HANG, event.headline, event.hang.since_s, rank=rank, detected_at_s=now_s)
+        self.causes += (cause,)
+        self.failing = f"rank {rank} hangs: {event.headline}"
+        telling = self._tell(protocol.Failing(event.generation, self.failing, hang=True))
+        return telling + self._stop_hung(now_s, self.failing)
+
+    def _stop_hung(self, now_s: float, why: str) -> list[Action]:
+        """What the ranks are doing is written down before they are ended: nobody can ask them afterwards."""
+        assert self.world is not None
+        self.phase = Phase.STOPPING
+        self.stop_sent_at_s = now_s
+        self.hung = self.dumping = True
+        self.failing = self.failing or why
+        return [DumpStacks(self.world.generation), Timer("dump", self.world.generation, DUMP_S)]
+
+    def _dumped(self, event: Dumped) -> list[Action]:
+        if event.show is not None:
+            shown = event.show
+            return self._tell(
+                protocol.Shown(shown.origin, shown.visit, shown.nodes, self.hello.host, trimmed(event.groups))
+            )
+        if self.world is None or event.generation != self.world.generation:
+            return []
+        if not self.dumping:
+            return [Told(describe(event.groups))] if event.groups else []
+        self.groups = event.groups
+        return self._end_hung()
+
+    def _end_hung(self) -> list[Action]:
+        self.dumping = False
+        return self._send_stop(self.hang_signal, self.failing) if self.live else []
+
+    def _agree(self, heard: protocol.Heard) -> list[Action]:
+        return [Agree(heard)] if heard != protocol.Heard(heard.said_s) else []
+
+    def _learned(self, state: str) -> list[Action]:
+        """All ranks know it, so one node tells it."""
+        if state == self.learned or len(state) > protocol.MAX_LEARNED:
+            return []
+        self.learned = state
+        return self._tell(protocol.Learned(state)) if self.world is not None and self.world.first_rank == 0 else []
+
+    def _asked(self, asked: Asked) -> list[Action]:
+        if asked.action == "continue" or (self.request is not None and asked.action != "shutdown"):
+            return []
+        if self.request is not None and self.request.action == "shutdown":
+            return []  # which goes beyond all else
+        self.request = protocol.Request(asked.generation, asked.rank, asked.action, asked.description)
+        return self._tell(self.request)
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _stop_requested(self, now_s: float, signum: int) -> list[Action]:
@@ -412,10 +379,10 @@ class Node:
             return self._beat(now_s) if timer.key == self.contacts and self.contact else []
         if self.phase is not Phase.STOPPING or self.world is None or timer.key != self.world.generation:
             return []
+        if timer.name == "dump":
+            return self._end_hung() if self.dumping else []
         if timer.name == "grace":
-            sent = self._send(signal.SIGKILL, f"still there {self.grace_s:g} s after being told to stop")
-            self.waits = 0
-            return [*sent, Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
+            return self._send_stop(signal.SIGKILL, f"still there {self.grace_s:g} s after being told to stop")
         if timer.name == "abandon":
             self.waits += 1
             if self.waits < ABANDON_WAITS:
@@ -428,7 +395,7 @@ class Node:
         reason = (
             f"rank {ranks} does not end even by SIGKILL: it is stuck inside the kernel, and holds what a restart needs"
         )
-        self.causes += (Cause(Kind.HANG, reason, self.stop_sent_at_s),)
+        self.causes += (Cause(Kind.HANG, reason, self.stop_sent_at_s, stuck=True),)
         self.live, self.fit = frozenset(), False
         self.over = Finish(Kind.HANG, reason)
         return self._down(now_s)
@@ -442,38 +409,11 @@ class Node:
 
     def _send_stop(self, signum: int, why: str) -> list[Action]:
         assert self.world is not None
+        if signum == signal.SIGKILL:
+            self.waits = 0
+            return [*self._send(signum, why), Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
         return [*self._send(signum, why), Timer("grace", self.world.generation, self.grace_s)]
 
     def _send(self, signum: int, why: str) -> list[Action]:
         self.sent |= {signum}
         return [Signal(tuple(sorted(self.live)), signum, why)]
-
-    # -- what is known ------------------------------------------------------------------------------------------------
-
-    @property
-    def _running(self) -> int:
-        """The generation that has ranks here, or will have as soon as there are helpers."""
-        if self.world is not None and self.live:
-            return self.world.generation
-        return self.pending.generation if self.pending is not None else -1
-
-    def _is_running(self, generation: int) -> bool:
-        return self.phase is Phase.RUNNING and self.world is not None and self.world.generation == generation
-
-    @property
-    def _all_stepped(self) -> bool:
-        return self.world is not None and len(self.stepped) == self.world.local_size
-
-    @property
-    def _succeeded(self) -> bool:
-        """The last world's ranks have all ended here, and each with 0."""
-        if self.world is None or self.live or self.causes or self.failing or self.sent:
-            return False
-        return len(self.exits) == self.world.local_size and all(exit.status == 0 for exit in self.exits)
-
-    def _world_steps(self) -> int | None:
-        """The most that any rank of the last world has done; None where that cannot be seen."""
-        seen = [exit.steps for exit in self.exits if exit.steps is not None]
-        if self.lost_steps is not None:
-            seen.append(self.lost_steps)
-        return max(seen, default=None)

@@ -12,9 +12,14 @@ import msgspec
 
 from holdfast.control.causes import Cause, Kind
 from holdfast.control.incidents import Incident
+from holdfast.control.stacks import Group
 from holdfast.control.worlds import World
 
-VERSION = 1
+VERSION = 2
+
+
+Gaps = tuple[float, float, float, float]  # starting, training, evaluating, saving
+NO_GAPS: Gaps = (0.0, 0.0, 0.0, 0.0)
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -37,6 +42,15 @@ class Register(Message, frozen=True):
     port: int
 
 
+class Request(Message, frozen=True):
+    """A rank of this node asks for something: exclude-node or shutdown."""
+
+    generation: int
+    rank: int
+    action: str
+    description: str
+
+
 class Hello(Message, frozen=True):
     """A node has a warm zygote and can take part. Said once per connection, again after each reconnection, with what it
     knows of the past: a coordinator that has lost its ledger must not hand out a generation again."""
@@ -57,6 +71,8 @@ class Hello(Message, frozen=True):
     ready: bool = True
     settings: str = ""  # what must be the same on all nodes, for a warning where it is not
     now_s: float = 0.0
+    learned: str = ""  # the timeouts that its ranks have agreed on
+    asks: Request | None = None  # of its last world, which may be over; the next one must not be formed without it
 
 
 class Beat(Message, frozen=True):
@@ -65,6 +81,10 @@ class Beat(Message, frozen=True):
     now_s: float
     generation: int = -1
     steps: int = -1
+    gaps_s: Gaps = NO_GAPS  # the longest that any rank here gave no sign, by phase
+    trained: bool = False  # ranks here have done enough steps to learn from
+    busy_for_s: float = 0.0  # so long may ranks here still evaluate or save
+    calm_for_s: float = -1.0  # so long ago one was last done with that; -1: never
 
 
 class Started(Message, frozen=True):
@@ -86,6 +106,7 @@ class Failing(Message, frozen=True):
 
     generation: int
     why: str
+    hang: bool = False
 
 
 class Down(Message, frozen=True):
@@ -98,6 +119,8 @@ class Down(Message, frozen=True):
     ready: bool = True
     store_port: int = 0
     fit: bool = True  # False: it holds processes that cannot be ended, and leaves the job
+    base: int = 0  # the steps that an optimizer had done before this world
+    groups: tuple[Group, ...] = ()  # what the ranks were doing, if they hung
 
 
 class Done(Message, frozen=True):
@@ -119,13 +142,38 @@ class Leaving(Message, frozen=True):
     signum: int
 
 
+class Learned(Message, frozen=True):
+    """The ranks have agreed on timeouts: the client's `state_dict`, in JSON."""
+
+    state: str
+
+
+class Peek(Message, frozen=True):
+    """Somebody at this node wants to see what all ranks are doing."""
+
+    visit: int
+
+
+class Shown(Message, frozen=True):
+    """What the ranks of one node are doing; the coordinator passes it on to the node that asked."""
+
+    origin: str
+    visit: int
+    nodes: int  # how many were asked
+    host: str
+    groups: tuple[Group, ...]
+
+
 class Look(Message, frozen=True):
     """Somebody wants to see the nodes; `lift` is the host, if any, whose quarantine is to end."""
 
     lift: str = ""
 
 
-ToCoordinator = Seek | Register | Hello | Beat | Started | Stepped | Failing | Down | Done | Ready | Leaving | Look
+ToCoordinator = (
+    Seek | Register | Hello | Beat | Started | Stepped | Failing | Down | Done | Ready | Leaving | Learned | Request
+    | Peek | Shown | Look
+)  # fmt: skip
 
 
 # -- coordinator to agent ---------------------------------------------------------------------------------------------
@@ -162,19 +210,33 @@ class Heard(Message, frozen=True):
     for as long as a frozen machine sleeps, and says nothing of the time since."""
 
     said_s: float
+    gaps_s: Gaps = NO_GAPS  # the longest of all nodes
+    trained: bool = False
+    busy_for_s: float = 0.0  # of the other nodes
+    calm_for_s: float = -1.0
 
 
 class Launch(Message, frozen=True):
     """A node's own share of a new world."""
 
     world: World
+    learned: str = ""
 
 
 class Stop(Message, frozen=True):
-    """End the ranks of the generation and of any older one."""
+    """End the ranks of the generation and of any older one. If it hangs, write down first what they are doing."""
 
     generation: int
     why: str
+    hang: bool = False
+
+
+class Show(Message, frozen=True):
+    """Say what your ranks are doing."""
+
+    origin: str
+    visit: int
+    nodes: int
 
 
 class Standby(Message, frozen=True):
@@ -239,13 +301,14 @@ class Nodes(Message, frozen=True):
 
 ToAgent = (
     Here | Elsewhere | Nobody | Welcome | Refused | Heard | Launch | Stop | Standby | Waiting | Note | Opened | Closed
-    | Over | Nodes
+    | Show | Shown | Over | Nodes
 )  # fmt: skip
 
 # What a cause may carry over the network, in bytes. A traceback is read from its end.
 MAX_TRACEBACK = 8_000
 MAX_LINE = 400
 MAX_CAUSES = 8
+MAX_LEARNED = 32_000
 MAX_NODES_SHOWN = 1_000
 
 T = TypeVar("T", Cause, Incident)

@@ -6,6 +6,7 @@ from __future__ import annotations
 STRIKES = 3
 WINDOW_S = 600.0
 QUARANTINE_S = 600.0
+FOREVER_S = 1e9
 
 
 class Quarantine:
@@ -17,6 +18,8 @@ class Quarantine:
 
     def blame(self, host: str, headline: str, now_s: float) -> str:
         """Note an incident that began there; the reason, if it was one too many."""
+        if host in self._held:
+            return ""  # as one that was asked to be excluded is, and not for minutes
         strikes = [at_s for at_s in self._strikes.get(host, []) if at_s > now_s - WINDOW_S]
         strikes.append(now_s)
         self._strikes[host] = strikes
@@ -26,6 +29,10 @@ class Quarantine:
         why = f"{STRIKES} incidents within {WINDOW_S / 60:g} minutes began there, the last: {headline}"
         self._held[host] = (why, now_s + QUARANTINE_S)
         return why
+
+    def exclude(self, host: str, why: str) -> None:
+        """Set it aside for good: one of its own ranks asked for that."""
+        self._held[host] = (why, FOREVER_S)
 
     def holds(self, host: str) -> bool:
         return host in self._held

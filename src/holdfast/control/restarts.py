@@ -25,6 +25,7 @@ class Failure(msgspec.Struct, frozen=True):
     raised: bool  # an exception, rather than an exit code or a signal
     steps: int | None  # the most steps that any rank had done in this world; None where that cannot be seen
     uptime_s: float
+    base: int = 0  # the steps that the optimizer had done before, in a world that resumed; 0 where it does not say
 
 
 class History(msgspec.Struct, frozen=True):
@@ -36,6 +37,8 @@ class History(msgspec.Struct, frozen=True):
     early_in_a_row: int = 0
     same_error: str = ""
     same_error_in_a_row: int = 0
+    reached: int = 0  # the furthest step
+    stalled: int = 0  # restarts in a row that did not get further
 
     @property
     def left(self) -> int:
@@ -51,7 +54,18 @@ class History(msgspec.Struct, frozen=True):
             early_in_a_row=self.early_in_a_row + 1 if early else 0,
             same_error=error,
             same_error_in_a_row=count,
+            reached=max(self.reached, failure.base + (failure.steps or 0)),
+            stalled=self._stalled(failure),
         )
+
+    def _stalled(self, failure: Failure) -> int:
+        """A world that resumed has to get past where an earlier one was; one that began anew has to take a step. Where
+        steps cannot be seen, nothing is known, and a node's arrival is nobody's failure."""
+        if failure.steps is None or failure.kind is Kind.MEMBERSHIP:
+            return self.stalled
+        if failure.steps and (not failure.base or failure.base + failure.steps > self.reached):
+            return 0
+        return self.stalled + 1 if self.spent else 0
 
     def charged(self) -> History:
         return msgspec.structs.replace(self, spent=self.spent + 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
+from holdfast.control.stacks import describe
 
 STDERR_LINES = 12
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # which torch puts before a traceback once there is a process group
@@ -12,7 +14,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # which torch puts before a trac
 
 def opened(incident: Incident) -> list[str]:
     """The lines for a failure that is answered with a restart."""
-    lines = [f"{incident.what}{_when(incident)}{_process(incident)}"]
+    lines = [f"{incident.what}{_when(incident)}{_process(incident)}", *_doing(incident)]
     if incident.followers:
         lines.append("  then " + _followers(incident))
     lines.append(f"  {incident.action}")
@@ -28,7 +30,8 @@ def closed(incident: Incident) -> list[str]:
 
 def given_up(incident: Incident, run_dir: str | None) -> list[str]:
     """All that is known about the failure that ended the job."""
-    lines = [f"the job failed: {incident.what}{_process(incident)}"]
+    verb = "was ended" if incident.kind is Kind.REQUESTED else "failed"
+    lines = [f"the job {verb}: {incident.what}{_process(incident)}", *_doing(incident)]
     body = incident.traceback.rstrip().splitlines() or list(incident.stderr_tail[-STDERR_LINES:])
     if body:
         lines.append("  its traceback:" if incident.traceback else "  the last lines of its stderr:")
@@ -70,6 +73,17 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _doing(incident: Incident) -> list[str]:
+    """What the ranks of a hung world were doing, and whom the others seem to have waited for."""
+    if not incident.groups:
+        return []
+    lines = [f"  {describe(incident.groups)}"]
+    if incident.suspects and any(group.collective for group in incident.groups):
+        many = "ranks" if len(incident.suspects) > 1 else "rank"
+        lines.append(f"  {many} {', '.join(map(str, incident.suspects[:8]))}: likely what the others wait for")
+    return lines
 
 
 def _when(incident: Incident) -> str:

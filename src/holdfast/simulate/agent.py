@@ -11,6 +11,7 @@ import msgspec
 from holdfast.control import acts, protocol
 from holdfast.control import node as machine
 from holdfast.control.causes import RankExit
+from holdfast.control.hangs import LATE_S, Hang, Mode, Watch
 from holdfast.simulate import observed as seen
 from holdfast.simulate.ledgers import Leader
 from holdfast.simulate.network import Wire
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.02
 LAST_PAUSE_S = 1.0
 CONNECT_S = 3.0
+TOGETHER_S = 0.01  # deadlines that are so close are looked at together
+
+NOTED = (acts.Exited, acts.HelpersLost, acts.StopRequested, acts.KeeperLost, acts.Hung, acts.Dumped, acts.Asked)
 
 
 class Agent(Process):
@@ -42,6 +46,9 @@ class Agent(Process):
         self.server: Server | None = None
         self.group: Group | None = None
         self.groups: list[Group] = []
+        self.hangs_next = ""  # what a rank of its next world will not get through
+        self.watch = Watch(sim.scenario.hang_rules)
+        self._wake_s = math.inf  # when it looks at its ranks next
         alone = self.settings.alone
         self.lease_until_s = math.inf if alone else -math.inf
         self.wire: Wire | None = None
@@ -71,6 +78,8 @@ class Agent(Process):
             math.inf if alone else self.settings.join_timeout_s,
             scenario.close_timeout_s,
             self.settings.beat_s,
+            scenario.hang_rules.mode,
+            scenario.hang_signal,
         )
 
     def start(self) -> None:
@@ -200,7 +209,7 @@ class Agent(Process):
         self._feeding = True
         while self._events and self.alive:
             event = self._events.popleft()
-            if isinstance(event, acts.Exited | acts.HelpersLost | acts.StopRequested | acts.KeeperLost):
+            if isinstance(event, NOTED):
                 self.timeline.note(self.node_id, event)
             self._execute(self.machine.handle(self.host.clock_s(), event))
         self._feeding = False
@@ -223,6 +232,10 @@ class Agent(Process):
                 self.timeline.note(self.node_id, action)
                 self.sim.checker.saw(self.timeline.now_s, seen.Ran(self.node_id, world, self.live_ranks()))
                 self.group = Group(self, world)
+                self.group.hangs_at, self.hangs_next = self.hangs_next, ""
+                self._wake_s = math.inf
+                self.watch.begin(self.host.clock_s())
+                self.look(self.group)
                 self.groups = [group for group in self.groups if group.alive] + [self.group]
                 self.sim.training.join(self.group)
             case acts.Signal(ranks=ranks, signum=signum):
@@ -233,6 +246,10 @@ class Agent(Process):
                 self._helpers += 1
                 delay_s = self.timeline.random.uniform(0.3, 2.5)
                 self.after(delay_s, self._helpers_ready, self._helpers)
+            case acts.DumpStacks():
+                self._dump_stacks(action)
+            case acts.Agree(heard=heard):
+                self.watch.agree(heard.gaps_s, heard.trained)
             case acts.HangUp(why=why):
                 self.timeline.note(self.node_id, f"hangs up: {why}")
                 if self.wire is not None:
@@ -249,8 +266,11 @@ class Agent(Process):
         fields = message.__struct_fields__
         if "store_port" in fields:
             message = msgspec.structs.replace(message, store_port=self._store_port)
-        elif isinstance(message, protocol.Beat) and self.group is not None and message.generation >= 0:
-            message = msgspec.structs.replace(message, steps=self.group.steps)
+        elif isinstance(message, protocol.Beat):
+            steps = self.group.steps if self.group is not None and message.generation >= 0 else message.steps
+            message = msgspec.structs.replace(
+                message, steps=steps, gaps_s=self.watch.gaps_s, trained=self.watch.learned
+            )
         if self.server is not None:
             self.server.receive(self.node_id, message)
         elif self.wire is not None:
@@ -262,6 +282,51 @@ class Agent(Process):
         if number == self._helpers:
             self.feed(acts.HelpersReady())
 
+    # -- hangs --------------------------------------------------------------------------------------------------------
+
+    def look(self, group: Group, due_s: float | None = None) -> None:
+        """A deadline has come, or a rank has poked."""
+        if group is not self.group or not group.alive or (due_s is not None and due_s != self._wake_s):
+            return
+        if self.watch.rules.mode is Mode.OFF:
+            return
+        now_s = self.host.clock_s()
+        self.watch.late(now_s, now_s - self._wake_s)
+        rank = next(iter(group.hung), next(iter(group.alive)))
+        verdict = self.watch.look(now_s, rank, group.vitals())
+        self._wake_s = verdict if isinstance(verdict, float) else now_s + verdict.limit_s
+        if self._wake_s < math.inf:
+            self.after(self._wake_s - now_s + TOGETHER_S, self.look, group, self._wake_s)
+        if isinstance(verdict, Hang):
+            self._report(group, verdict, now_s)
+            self.feed(acts.Hung(group.world.generation, verdict, verdict.headline(now_s)))
+
+    def _report(self, group: Group, hang: Hang, now_s: float) -> None:
+        """Tell the checker what the ranks really did."""
+        rules = self.watch.rules
+        least_s = max(rules.floor_s, rules.safety_factor * group.gaps_s[hang.phase]) if hang.phase in range(4) else 0.0
+        if hang.phase == 0 and rules.first_s is not None:
+            least_s = rules.first_s
+        awake_s = math.inf
+        if self.host.resumed_s > group.sign_s + hang.limit_s + LATE_S + 0.2:
+            awake_s = now_s - self.host.resumed_s
+        self.sim.checker.saw(
+            self.timeline.now_s,
+            seen.FoundHung(
+                self.node_id, group.world.generation, hang.rank, now_s - group.sign_s, awake_s, hang.limit_s, least_s
+            ),
+        )
+
+    def _dump_stacks(self, wanted: acts.DumpStacks) -> None:
+        """Most dumps take a moment, some longer than anybody waits, and some never end."""
+        random = self.timeline.random
+        if random.random() < 0.05:
+            return
+        delay_s = random.uniform(0.005, 0.3) if random.random() < 0.85 else random.uniform(0.3, 8.0)
+        group = self.group
+        places = group.places() if group is not None and group.world.generation == wanted.generation else ()
+        self.after(delay_s, self.feed, acts.Dumped(wanted.generation, places, wanted.show))
+
     # -- what happens to it -------------------------------------------------------------------------------------------
 
     def rank_started(self, group: Group) -> None:
@@ -271,7 +336,8 @@ class Agent(Process):
         self.feed(acts.Stepped(rank, group.world.generation, at_s))
 
     def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
-        exit = RankExit(rank, 1000 + rank, status, at_s, steps=group.steps, raised=raised, oom_killed=oom)
+        base = max(0, group.ensemble.base) if group.ensemble is not None else 0
+        exit = RankExit(rank, 1000 + rank, status, at_s, group.steps, raised, oom_killed=oom, base=base)
         self.feed(acts.Exited(group.world.generation, exit))
 
     def lose_helpers(self) -> None:

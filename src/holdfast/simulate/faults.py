@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast.control import acts
+from holdfast.control.hangs import Mode
+from holdfast.control.membership import Policy
 from holdfast.simulate import observed as seen
 from holdfast.simulate.network import ETCD
 from holdfast.simulate.processes import Host
@@ -42,6 +44,10 @@ class Faults:
             "helper loss": (1.0, self._helper_loss),
             "keeper loss": (0.7, self._keeper_loss),
             "lift": (0.5, self._lift),
+            "hang": (3.0, self._hang),
+            "request": (0.6, self._request),
+            "timeouts": (0.3, self._timeouts),
+            "peek": (0.3, self._peek),
             "join storm": (0.5, self._join_storm),
         }
         if sim.etcd is not None:
@@ -187,7 +193,10 @@ class Faults:
 
     def _thaw(self, host: Host) -> None:
         thawed = [agent for agent in self.sim.agents if agent.host is host and (agent.frozen or host.frozen)]
-        host.frozen = False
+        if thawed:
+            host.disturbed_s = self.timeline.now_s
+        if host.frozen:
+            host.frozen, host.resumed_s = False, host.clock_s()
         for agent in self.sim.agents:
             if agent.host is host:
                 agent.stops_after_beat = False
@@ -283,6 +292,68 @@ class Faults:
                         self.sim.checker.saw(self.timeline.now_s, seen.TakenBack(host.name))
                         return True
         return False
+
+    # -- hangs and requests -------------------------------------------------------------------------------------------
+
+    def _hang(self) -> bool:
+        """A rank hangs, and with it all others: now, or when its world starts, or at its very end. Where nobody looks
+        for hangs, others must be there whose collectives time out."""
+        scenario = self.sim.scenario
+        watched = scenario.hang_rules.mode is Mode.RESTART
+        found = [agent for agent in self.sim.agents if agent.group is not None and agent.group.endable]
+        if not watched:
+            alone = scenario.settings.policy is Policy.MIN_HEALTHY
+            found = [agent for agent in found if not alone and self._has_peers(agent)]
+        if not found:
+            return False
+        agent = self.random.choice(found)
+        group = agent.group
+        assert group is not None
+        when = self.random.choice(("now", "now", "now", "start", "end")) if watched else "now"
+        if when == "now":
+            group.hang(self.random.choice(list(group.alive)))
+        elif when == "end":
+            group.hangs_at = "end"
+        else:
+            agent.hangs_next = "start" if scenario.hang_rules.first_s and self.random.random() < 0.5 else "first step"
+        if self.random.random() < 0.2:
+            self._cut()
+        return True
+
+    def _has_peers(self, agent: Agent) -> bool:
+        assert agent.group is not None
+        world = agent.group.ensemble
+        return world is not None and agent.group.world.size > 1 and not any(group.hung for group in world.groups)
+
+    def _request(self) -> bool:
+        """A rank asks for something; now and then it is the last that is heard of its node."""
+        found = [agent for agent in self.sim.agents if agent.group is not None and agent.group.alive]
+        if not found:
+            return False
+        agent = self.random.choice(found)
+        group = agent.group
+        assert group is not None
+        rank = self.random.choice(list(group.alive))
+        [action] = self.random.choices(("continue", "exclude-node", "shutdown"), (1, 3, 1))
+        agent.post(agent.feed, acts.Asked(group.world.generation, rank, action, "ECC errors"))
+        if self.random.random() < 0.3:
+            self.timeline.after(self.random.uniform(0.0, 0.05), agent.kill, self.random.random() < 0.3)
+            self._come_back(agent.host)
+        return True
+
+    def _timeouts(self) -> bool:
+        agent = self._some_agent()
+        if agent is None:
+            return False
+        agent.post(agent.feed, acts.Learned(f'{{"heartbeat": {self.random.randint(1, 99)}}}'))
+        return True
+
+    def _peek(self) -> bool:
+        agent = self._some_agent()
+        if agent is None:
+            return False
+        agent.post(agent.feed, acts.PeekAsked(self.random.randint(1, 99)))
+        return True
 
     # -- the network --------------------------------------------------------------------------------------------------
 

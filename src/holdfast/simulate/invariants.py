@@ -13,9 +13,13 @@ from holdfast.control.quarantine import QUARANTINE_S
 from holdfast.control.worlds import World
 from holdfast.simulate.observed import (
     Committed,
+    EndAsked,
     Ended,
     Event,
+    Excluded,
     Finished,
+    FoundHung,
+    Hung,
     IncidentClosed,
     IncidentOpened,
     Launched,
@@ -33,6 +37,7 @@ from holdfast.simulate.observed import (
 WORLDS_PER_MINUTE = 40
 
 
+NEARLY_S = 0.05  # what clocks and timers may be off by
 LATE_S = 2.0  # between a decision and the moment it is seen to be made
 
 
@@ -67,6 +72,7 @@ class Checker:
         self._committed = 0
         self.incidents: dict[int, int] = {}  # and their generations
         self._term = 0  # the newest that has said anything of one
+        self._since = 0  # the term in which this job began
         self._open: dict[int, int] = {}  # those that are, and in which term they were opened
         self._aside: dict[str, float] = {}
         self._left: dict[str, int] = {}
@@ -75,6 +81,12 @@ class Checker:
         self._given_back = 0
         self._lifted: dict[str, float] = {}
         self._bygone: list[World] = []  # of earlier jobs of the same name
+        self._hangs: dict[int, set[int]] = {}  # ranks that hang, by generation
+        self._silent: dict[int, bool] = {}  # generations that had a verdict
+        self._excluded: dict[str, int] = {}  # hosts, and the generation that was the newest then
+        self._end_asked = False
+        self._furthest = (-1, 0)  # the generation that got further than any before it, and how far
+        self._no_step = 0  # restarts in a row without one
         self._handlers = {
             Launched: self._launched,
             Stopped: self._stopped,
@@ -88,11 +100,19 @@ class Checker:
             TakenBack: self._taken_back,
             Left: self._left_,
             Renewed: self._renewed,
+            Hung: self._hung,
+            FoundHung: self._found_hung,
+            Excluded: self._excluded_,
+            EndAsked: self._end_asked_,
             Ended: self._ended,
             Finished: self._finished,
         }
 
     def saw(self, at_s: float, event: Event) -> None:
+        if not isinstance(event, Renewed) and getattr(event, "term", self._since) < self._since:
+            # A coordinator of the job before, which slept through its end.
+            self._bygone += [event.world] if isinstance(event, Launched) else []
+            return
         self._handlers[type(event)](at_s, event)  # type: ignore[operator]
 
     # -- worlds -------------------------------------------------------------------------------------------------------
@@ -122,6 +142,8 @@ class Checker:
         aside_s = self._aside.get(event.host)
         if aside_s is not None and at_s < aside_s + QUARANTINE_S * 0.99:
             raise Violation("quarantine", f"{event.node} is in generation {generation}, but its host is set aside")
+        if generation > self._excluded.get(event.host, generation):
+            raise Violation("requests", f"{event.node} is in generation {generation}, but its host was to be excluded")
         if generation > self._left.get(event.node, generation):
             raise Violation("leavers", f"{event.node} had said that it leaves, and is in generation {generation}")
 
@@ -129,6 +151,8 @@ class Checker:
         world, generation, settings = event.world, event.world.generation, self.settings
         if self.ended is not None:
             raise Violation("the end", f"generation {generation} is formed after the job has ended")
+        if self._end_asked:
+            raise Violation("requests", f"generation {generation} is formed, but a rank had asked to end the job")
         if generation <= self.newest:
             raise Violation("generations", f"generation {generation} comes after {self.newest}")
         if not settings.min_nodes <= world.group_size <= settings.max_nodes:
@@ -208,6 +232,8 @@ class Checker:
     def _stepped(self, at_s: float, event: Stepped) -> None:
         self.steps += 1
         self._in_order(event.generation, event.step, "does")
+        if event.step > self._furthest[1]:
+            self._furthest = (event.generation, event.step)
 
     def _committed_(self, at_s: float, event: Committed) -> None:
         self._in_order(event.generation, event.step, "commits")
@@ -235,6 +261,8 @@ class Checker:
             plan.incident = incident
         if incident.kind is Kind.MEMBERSHIP and incident.headline == "the world was stopped":
             raise Violation("causes", f"generation {incident.generation} was stopped, and nobody knows why")
+        self._explained(incident)
+        self._progress(incident)
         self.incidents[incident.number] = incident.generation
         self._open[incident.number] = event.term
 
@@ -248,11 +276,53 @@ class Checker:
             self._opened(at_s, IncidentOpened(event.term, event.incident))
         self._open.pop(number, None)
 
+    def _explained(self, incident: Incident) -> None:
+        if incident.kind is not Kind.HANG or "does not end even by SIGKILL" in incident.headline:
+            return
+        generation = incident.generation
+        if generation not in self._silent:
+            raise Violation("hangs", f"generation {generation} ended by a hang, but no monitor has found one")
+        if wrong := set(incident.suspects) - self._hangs.get(generation, set()):
+            raise Violation("hangs", f"ranks {sorted(wrong)} of generation {generation} are suspected, and do not hang")
+
+    def _progress(self, incident: Incident) -> None:
+        """Worlds without a step may follow each other only so often."""
+        plan = self.worlds.get(incident.generation)
+        if incident.kind is Kind.MEMBERSHIP or incident.steps is None or plan is None:
+            return
+        if incident.steps or not incident.restarted:
+            self._no_step = 0
+        elif plan.world.restart_count:
+            self._no_step += 1
+        if 0 < self.settings.max_no_progress <= self._no_step:
+            raise Violation("progress", f"{self._no_step} restarts in a row, and none got a step further")
+
     def _unclosed(self) -> list[int]:
         """A coordinator that dies as it writes the next incident cannot tell that the last one is closed by it; every
         other one must be."""
         newest = max(self.incidents, default=0)
         return [number for number, term in self._open.items() if term == self._term or number == newest]
+
+    # -- hangs and requests -------------------------------------------------------------------------------------------
+
+    def _hung(self, at_s: float, event: Hung) -> None:
+        self._hangs.setdefault(event.generation, set()).add(event.rank)
+
+    def _found_hung(self, at_s: float, event: FoundHung) -> None:
+        who = f"rank {event.rank} of generation {event.generation} on {event.node}"
+        if event.silent_s < event.limit_s - NEARLY_S:
+            raise Violation("hangs", f"{who} counts as hung after {event.silent_s:.2f} of {event.limit_s:.2f} s")
+        if event.awake_s < event.limit_s - NEARLY_S:
+            raise Violation("hangs", f"{who} counts as hung {event.awake_s:.2f} s after its machine slept")
+        if event.limit_s < event.least_s - NEARLY_S:
+            raise Violation("hangs", f"{who} has {event.limit_s:.2f} s, and should have {event.least_s:.2f} s")
+        self._silent[event.generation] = True
+
+    def _excluded_(self, at_s: float, event: Excluded) -> None:
+        self._excluded.setdefault(event.host, self.newest)
+
+    def _end_asked_(self, at_s: float, event: EndAsked) -> None:
+        self._end_asked = True
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
@@ -263,6 +333,7 @@ class Checker:
 
     def _taken_back(self, at_s: float, event: TakenBack) -> None:
         self._aside.pop(event.host, None)
+        self._excluded.pop(event.host, None)
         self._lifted[event.host] = at_s
 
     def _left_(self, at_s: float, event: Left) -> None:
@@ -271,12 +342,15 @@ class Checker:
     def _renewed(self, at_s: float, event: Renewed) -> None:
         self._given_up[self.newest] = True
         self._given_back = event.restarts
+        self._end_asked, self._no_step = False, 0
         if event.another_job:
             self.at_end()
+            self._since = event.term
             self._bygone += [world for plan in self.worlds.values() for _, world in plan.shares.values()]
             self.ended, self.newest, self.restarts, self._given_up = None, -1, 0, {}
             self.worlds, self._coordinators, self.incidents, self._open, self._aside = {}, {}, {}, {}, {}
-            self._last_step = (-1, 0)
+            self._last_step = self._furthest = (-1, 0)
+            self._excluded, self._hangs, self._silent = {}, {}, {}
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +360,14 @@ class Checker:
                 raise Violation("the end", f"the job ended with {self.ended.reason!r} and with {event.reason!r}")
             return
         self.ended = event
-        enough = event.fit >= self.settings.min_nodes and not self._aside
+        if self._end_asked and event.kind is not Kind.REQUESTED:
+            raise Violation("requests", f"a rank had asked to end the job, but: {event.reason}")
+        if event.kind is Kind.REQUESTED and not self._end_asked:
+            raise Violation("requests", f"nobody had asked for it, but: {event.reason}")
+        most, idle = self.settings.max_no_progress, self.newest - self._furthest[0]
+        if " restarts in a row got no further " in event.reason and idle < most:
+            raise Violation("progress", f"{event.reason}, but generation {self._furthest[0]} did; now {self.newest}")
+        enough = event.fit >= self.settings.min_nodes and not self._aside and not self._excluded
         if event.kind is Kind.LOST_NODE and " nodes came within " in event.reason and enough:
             raise Violation("the end", f"{event.fit} nodes were there, but: {event.reason}")
         if event.kind is Kind.PREEMPTED and not event.leaving and not event.reason.startswith("no restart:"):

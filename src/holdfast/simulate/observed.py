@@ -84,6 +84,7 @@ class Renewed(msgspec.Struct, frozen=True):
 
     restarts: int = 0  # that were counted until then, and are given back
     another_job: bool = False
+    term: int = 0  # of that job's first coordinator
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -97,6 +98,37 @@ class Ended(msgspec.Struct, frozen=True):
     reached: tuple[str, ...] = ()  # nodes that must have heard it
 
 
+class Hung(msgspec.Struct, frozen=True):
+    """A rank does nothing from here on."""
+
+    generation: int
+    rank: int
+
+
+class FoundHung(msgspec.Struct, frozen=True):
+    """A node's monitor has given a rank up, after so long without a sign of life."""
+
+    node: str
+    generation: int
+    rank: int
+    silent_s: float
+    awake_s: float  # of these, since its machine slept for too long to be blamed for that
+    limit_s: float
+    least_s: float  # that the limit may be, after what this rank has shown
+
+
+class Excluded(msgspec.Struct, frozen=True):
+    """It is written down that this host is not to be used again."""
+
+    host: str
+
+
+class EndAsked(msgspec.Struct, frozen=True):
+    """It is written down that the job ends, because a rank has asked for it."""
+
+    term: int
+
+
 class Finished(msgspec.Struct, frozen=True):
     """An agent has finished, by itself or because it was told to, with so many ranks alive."""
 
@@ -108,5 +140,5 @@ class Finished(msgspec.Struct, frozen=True):
 
 Event = (
     Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
-    | Left | Renewed | Ended | Finished
+    | Left | Renewed | Hung | FoundHung | Excluded | EndAsked | Ended | Finished
 )  # fmt: skip

@@ -22,6 +22,8 @@ class Host:
         self.frozen = False
         self.agent: Agent | None = None
         self.agents = 0  # lives of agents so far
+        self.resumed_s = -1.0  # when it last ran again, or its clock was set, on that clock
+        self.disturbed_s = -1.0  # when anything of it last ran again, in real time
         self._zero_s = timeline.random.uniform(0.0, 1e5)
         self._rate = 1.0 + timeline.random.uniform(-drift, drift)
         self._processes: list[Process] = []
@@ -34,6 +36,7 @@ class Host:
 
     def jump(self, by_s: float) -> None:
         self._zero_s += by_s
+        self.resumed_s, self.disturbed_s = self.clock_s(), self.timeline.now_s
         for process in self._processes:
             process.set_timers_again()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
+from holdfast.control.hangs import ENDING, STARTING, STEPS_TO_LEARN, TRAINING, Mode, Vitals
 from holdfast.control.membership import Policy
+from holdfast.control.stacks import Group as Place
 from holdfast.control.worlds import World
 from holdfast.simulate import observed as seen
 from holdfast.wire.messages import Raised
@@ -23,7 +25,12 @@ class Group:
         self.world = world
         self.alive: dict[int, bool] = dict.fromkeys(range(world.first_rank, world.first_rank + world.local_size), True)
         self.stuck: dict[int, bool] = {}
+        self.hung: dict[int, bool] = {}  # alive, and doing nothing
+        self.hangs_at: str = ""  # what one of them will not get through: start, first step, or end
         self.started = False
+        self.phase = STARTING
+        self.sign_s = agent.host.clock_s()  # the last sign of life, on the host's clock
+        self.gaps_s = [0.0, 0.0, 0.0, 0.0]
         self.ensemble: Ensemble | None = None
         self.steps = 0
         self._signalled: dict[int, int] = {}
@@ -41,10 +48,61 @@ class Group:
         return len(self.alive) - len(self.stuck)
 
     def start(self) -> None:
+        if self.hangs_at == "start":
+            self.hang(next(iter(self.alive), -1))
+            return
         if self.whole and self.agent.alive:
             self.started = True
+            self._sign(STARTING)
+            if self.hangs_at == "first step":
+                self.hang(next(iter(self.alive)))
             self.agent.post(self.agent.rank_started, self)
             self.agent.sim.training.started(self)
+
+    # -- signs of life ------------------------------------------------------------------------------------------------
+
+    def hang(self, rank: int) -> None:
+        if rank in self.alive and rank not in self.hung:
+            self.hung[rank] = True
+            self.agent.sim.hung(self, rank)
+
+    def awake(self) -> list[int]:
+        return [rank for rank in self.alive if rank not in self.hung]
+
+    def vitals(self) -> Vitals | None:
+        if not self.started:
+            return None
+        starting, training, evaluating, saving = self.gaps_s
+        return Vitals(self.phase, self.sign_s, self.steps, True, (starting, training, evaluating, saving))
+
+    def places(self) -> tuple[Place, ...]:
+        """What a look at the stacks of its ranks shows."""
+        stuck = tuple(rank for rank in self.alive if rank in self.hung)
+        others = tuple(self.awake())
+        found = [Place(stuck, len(stuck), "data.py:41 read", frames=("data.py:41 read",))] if stuck else []
+        if others:
+            found.append(Place(others, len(others), "all_reduce", collective=True, frames=("all_reduce",)))
+        return tuple(found)
+
+    def step(self, steps: int) -> None:
+        now_s = self.agent.host.clock_s()
+        self.steps = steps
+        self.gaps_s[self.phase] = max(self.gaps_s[self.phase], now_s - self.sign_s)
+        self._sign(TRAINING)
+
+    def complete(self) -> None:
+        self._sign(ENDING)
+        if self.hangs_at == "end":
+            self.hang(next(iter(self.alive), -1))
+
+    def _sign(self, phase: int) -> None:
+        """A rank pokes its agent where its deadline has come closer."""
+        sooner = phase != self.phase or self.steps in (0, STEPS_TO_LEARN)
+        self.phase, self.sign_s = phase, self.agent.host.clock_s()
+        if sooner and self.agent.watch.rules.mode is not Mode.OFF:
+            self.agent.post(self.agent.look, self)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
     def signal(self, ranks: tuple[int, ...], signum: int) -> None:
         timeline, program = self.agent.timeline, self.agent.sim.scenario.program
@@ -57,7 +115,7 @@ class Group:
                 timeline.after(timeline.random.uniform(0.001, 0.05), self.end, rank, -signum)
             elif rank not in self._signalled:
                 self._signalled[rank] = signum
-                if not timeline.chance(program.deaf):
+                if not timeline.chance(0.7 if rank in self.hung else program.deaf):
                     status = -signum if timeline.chance(0.9) else 0
                     timeline.after(timeline.random.expovariate(4.0), self.end, rank, status)
 
@@ -146,8 +204,8 @@ class Training:
 
     def _give_up_waiting(self, world: Ensemble, group: Group) -> None:
         """The other nodes never came to the store."""
-        if not world.began and group.whole:
-            group.raise_in(next(iter(group.alive)), "timed out waiting for clients", distributed=True)
+        if not world.began and group.whole and (awake := group.awake()):
+            group.raise_in(awake[0], "timed out waiting for clients", distributed=True)
 
     def _step(self, world: Ensemble) -> None:
         groups = self._together(world) if self._needed else world.groups
@@ -178,7 +236,7 @@ class Training:
         return [group for group in able if network.connected(one, group.agent.host)]
 
     def _is_able(self, group: Group) -> bool:
-        return group.whole and not group.stuck and not group.agent.host.frozen and group.leased
+        return group.whole and not group.stuck and not group.hung and not group.agent.host.frozen and group.leased
 
     def _can_step(self, groups: list[Group]) -> bool:
         if len(groups) < self._needed:
@@ -208,7 +266,7 @@ class Training:
             self.steps += 1
             checker.saw(now_s, seen.Stepped(world.generation, step))
             for group in groups:
-                group.steps = world.steps
+                group.step(world.steps)
                 if world.steps == 1:
                     for rank in group.alive:
                         agent = group.agent
@@ -224,15 +282,16 @@ class Training:
         self.timeline.note("training", f"generation {world.generation} has done all steps")
         for group in world.groups:
             if group in groups:
-                for rank in list(group.alive):
+                group.complete()
+                for rank in group.awake():
                     self.timeline.after(self.timeline.random.uniform(0.0, 0.5), group.end, rank, 0)
             else:
                 self.timeline.after(self.program.backend_timeout_s, self._peer_fails, group)
 
     def _fail_somewhere(self, groups: list[Group]) -> None:
         group = self.timeline.random.choice(groups)
-        if group.alive and not group.agent.host.frozen:
-            group.raise_in(next(iter(group.alive)), "collective timed out", distributed=True)
+        if (awake := group.awake()) and not group.agent.host.frozen:
+            group.raise_in(awake[0], "collective timed out", distributed=True)
 
     def rank_ended(self, group: Group, rank: int, status: int) -> None:
         world = group.ensemble
@@ -251,5 +310,5 @@ class Training:
         self.timeline.after(self.program.backend_timeout_s, self._peer_fails, group)
 
     def _peer_fails(self, group: Group) -> None:
-        if group.alive and not group.agent.host.frozen:
-            group.raise_in(next(iter(group.alive)), "connection closed by peer", distributed=True)
+        if (awake := group.awake()) and not group.agent.host.frozen:
+            group.raise_in(awake[0], "connection closed by peer", distributed=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import msgspec
 
+from holdfast.control import hangs
 from holdfast.control.membership import Assignment, Budget, Policy, Settings
 
 
@@ -42,6 +44,8 @@ class Scenario(msgspec.Struct, frozen=True):
     faults: int
     calm_at_s: float  # no fault after that, and everything is mended
     isolated: bool  # among them, for sure: a whole world that nobody hears of for longer than its lease
+    hang_rules: hangs.Rules
+    hang_signal: int
 
 
 def draw(seed: int, nodes: int | None = None) -> Scenario:
@@ -58,6 +62,7 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
     elected = not alone and not static and rng.random() < 0.4
     node_timeout_s = rng.choice((1.5, 3.0, 3.0, 3.0, 4.5))
     step_s = rng.uniform(0.1, 0.3 if isolated else 1.0)
+    watch = random.Random(f"hangs {seed}")
     settings = Settings(
         run_id="simulated",
         min_nodes=min_nodes,
@@ -74,6 +79,7 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
         join_timeout_s=rng.uniform(5.0, 10.0 if isolated else 30.0),
         last_call_s=rng.choice((0.0, 0.0, 0.0, rng.uniform(1.0, 6.0))),
         node_timeout_s=node_timeout_s,
+        max_no_progress=watch.choice((0, 0, 2, 3, 5)),
     )
     return Scenario(
         settings=settings,
@@ -95,6 +101,19 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
         faults=0 if rng.random() < 0.05 else min(40, round(rng.expovariate(1 / 9.0)) + 1),
         calm_at_s=rng.uniform(60.0 if isolated else 20.0, 100.0),
         isolated=isolated,
+        hang_rules=_hang_rules(watch, isolated),
+        hang_signal=watch.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)),
+    )
+
+
+def _hang_rules(rng: random.Random, isolated: bool) -> hangs.Rules:
+    """Short limits, so that a run has time for a hang; where a lease is to be tested, nothing else may stop a world."""
+    if isolated or rng.random() < 0.3:
+        return hangs.Rules(mode=hangs.Mode.OFF)
+    return hangs.Rules(
+        mode=hangs.Mode.WARN if rng.random() < 0.15 else hangs.Mode.RESTART,
+        floor_s=rng.choice((rng.uniform(0.3, 1.0), rng.uniform(1.0, 3.0))),
+        first_s=rng.choice((None, None, rng.uniform(8.0, 20.0))),
     )
 
 

@@ -10,9 +10,11 @@ import msgspec
 
 from holdfast.control import coordinator as machine
 from holdfast.control import orders, protocol
+from holdfast.control.causes import Kind
 from holdfast.control.forming import Phase
 from holdfast.control.incidents import Incident
 from holdfast.control.membership import Record
+from holdfast.control.quarantine import FOREVER_S
 from holdfast.simulate import observed as seen
 from holdfast.simulate.ledgers import TTL_S, Etcd, File
 from holdfast.simulate.network import Wire
@@ -43,6 +45,7 @@ class Server:
         self._actions: deque[orders.Action | Unheard] = deque()
         self._events: deque[orders.Event] = deque()
         self._writing = False
+        self._in_flight: Record | None = None  # what is being written
         self._pumping = False
         self._deserted: Callable[[], None] | None = None
         self._renewed_s = agent.host.clock_s()
@@ -54,8 +57,8 @@ class Server:
         self.nodes[self.agent.node_id] = None
         record = self.coordinator.record
         known = self._checker.worlds or self._checker.ended
-        if (record is None and known) or (record is not None and record.over is not None):
-            self._checker.saw(self.agent.timeline.now_s, seen.Renewed(another_job=True))
+        if self._is_newest and ((record is None and known) or (record is not None and record.over is not None)):
+            self._checker.saw(self.agent.timeline.now_s, seen.Renewed(another_job=True, term=self.term))
             self.agent.sim.training.begin_another_job()
         self._actions.extend(self.coordinator.begin(self.agent.host.clock_s()))
         if record is not None and record.incident is not None:
@@ -63,6 +66,11 @@ class Server:
         self._pump()
         if isinstance(self.ledger, Etcd):
             self._keep_lease()
+
+    @property
+    def _is_newest(self) -> bool:
+        """One that slept from its election on begins when others have long had the job, and changes nothing."""
+        return isinstance(self.ledger, File) or self.ledger.term == self.term
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -154,7 +162,7 @@ class Server:
             if action.name == "tick" and isinstance(self.ledger, File):
                 self.ledger.touch()
         elif isinstance(action, orders.Write):
-            self._writing = True
+            self._writing, self._in_flight = True, action.record
             self._write(action.record)
         elif isinstance(action, orders.Drop):
             self._note(f"drops {action.node}")
@@ -223,9 +231,23 @@ class Server:
         if self.closed_down:
             return
         if done:
+            self._report_written()
             self._pump()
         else:
             self.depose("its write was refused: the term is over")
+
+    def _report_written(self) -> None:
+        """Tell the checker what a rank asked for, and can count on from now on."""
+        record, self._in_flight = self._in_flight, None
+        if record is None or not self._is_newest:
+            return
+        now_s, quarantine = self.agent.timeline.now_s, self.coordinator.quarantine
+        for host, _, left_s in record.quarantine:
+            # A lift may have been faster.
+            if left_s > FOREVER_S / 2 and quarantine.holds(host) and quarantine.left_s(host, 0.0) > FOREVER_S / 2:
+                self._checker.saw(now_s, seen.Excluded(host))
+        if record.ending is not None and record.ending.kind is Kind.REQUESTED:
+            self._checker.saw(now_s, seen.EndAsked(self.coordinator.term))
 
     def holds_term(self) -> bool:
         """By this machine's own clock."""

@@ -6,6 +6,8 @@ import msgspec
 
 from holdfast.control import acts
 from holdfast.control.causes import Kind
+from holdfast.control.hangs import LATE_S, UNSEEN_FLOORS, Mode
+from holdfast.control.node import DUMP_S
 from holdfast.simulate import observed as seen
 from holdfast.simulate import scenario as scenarios
 from holdfast.simulate.agent import Agent
@@ -14,7 +16,7 @@ from holdfast.simulate.invariants import Checker, Violation
 from holdfast.simulate.ledgers import Etcd, File
 from holdfast.simulate.network import Network
 from holdfast.simulate.processes import Host
-from holdfast.simulate.ranks import Training
+from holdfast.simulate.ranks import Group, Training
 from holdfast.simulate.timeline import Timeline
 
 
@@ -84,6 +86,27 @@ class Simulation:
         if finish.kind is None and not self.training.complete and not self.checker.is_spare(agent.node_id):
             raise Violation("the end", f"{agent.node_id} finished with success, but the training has not")
 
+    def hung(self, group: Group, rank: int) -> None:
+        self.timeline.note("fault", f"rank {rank} of generation {group.world.generation} hangs")
+        self.checker.saw(self.timeline.now_s, seen.Hung(group.world.generation, rank))
+        if self.scenario.hang_rules.mode is Mode.RESTART:
+            self._watch_over(group, rank, self.timeline.now_s)
+
+    def _watch_over(self, group: Group, rank: int, since_s: float) -> None:
+        """A rank that hangs must be gone in time, as long as its agent lives and runs; no coordinator is needed."""
+        agent, now_s, rules = group.agent, self.timeline.now_s, self.scenario.hang_rules
+        if rank not in group.alive or rank in group.stuck or not agent.alive or agent.finished is not None:
+            return
+        since_s = now_s if agent.frozen or agent.host.frozen else max(since_s, agent.host.disturbed_s)
+        limit_s = rules.first_s or 0.0
+        if group.started:
+            limit_s = rules.limit_s(group.phase, agent.watch.gaps_s, agent.watch.learned, True)
+        due_s = since_s + limit_s * 1.01 + LATE_S + DUMP_S + self.scenario.grace_s + 1.0
+        if due_s < now_s:
+            text = f"rank {rank} of generation {group.world.generation} hangs on {agent.node_id} since {since_s:.1f} s"
+            raise Violation("hangs", f"{text}, and its limit was {limit_s:.1f} s")
+        self.timeline.at(due_s + 0.001, self._watch_over, group, rank, since_s)
+
     def left(self, agent: Agent) -> None:
         self.agents.remove(agent)
 
@@ -127,7 +150,8 @@ class Simulation:
         program = scenario.program
         waits_s = 4 * settings.join_timeout_s + 10 * settings.node_timeout_s + scenario.close_timeout_s
         worlds_s = 10 * (program.start_s + scenario.grace_s + program.backend_timeout_s)
-        return scenario.calm_at_s + waits_s + worlds_s + 2 * program.steps * program.step_s + 120.0
+        hangs_s = 4 * UNSEEN_FLOORS * scenario.hang_rules.floor_s if scenario.hang_rules.mode is Mode.RESTART else 0.0
+        return scenario.calm_at_s + waits_s + worlds_s + hangs_s + 2 * program.steps * program.step_s + 120.0
 
     def _outcome(self) -> str:
         ended = self.checker.ended

@@ -216,6 +216,39 @@ class Raised(Message, frozen=True):
     out_of_memory: bool = False
 
 
+class Poke(Message, frozen=True):
+    """A rank could now be hung sooner than its agent meant to look."""
+
+    rank: int
+    generation: int
+
+
+class Sections(Message, frozen=True):
+    """The names of sections, from that slot of the rank's beacon on; at most 1,000 in one message."""
+
+    rank: int
+    generation: int
+    slot: int
+    names: tuple[str, ...]
+
+
+class Learned(Message, frozen=True):
+    """The timeouts that all ranks have agreed on, as the client's `state_dict` in JSON. For the next worlds."""
+
+    rank: int
+    generation: int
+    state: str
+
+
+class Control(Message, frozen=True):
+    """A rank asks for something: continue, exclude-node or shutdown."""
+
+    rank: int
+    generation: int
+    action: str
+    description: str
+
+
 class Counted(Message, frozen=True):
     """The answer to `CountDevices`: a number, or the reason there is none."""
 
@@ -224,4 +257,4 @@ class Counted(Message, frozen=True):
     reason: str = ""
 
 
-Report = Stepped | Raised | Counted
+Report = Stepped | Raised | Poke | Sections | Learned | Control | Counted

@@ -1,8 +1,13 @@
-"""A rank's beacon: one page of shared memory in which it leaves its progress, without a system call.
+"""A rank's beacon: shared memory in which it leaves how it fares, without a system call.
 
-The agent makes one anonymous file (memfd) per world, a page for each of its ranks, and reads a page whenever it wants
-to know. Every field is eight aligned bytes with a single writer, so a reader never sees half of one. All are the rank's
-but the lease: the agent says there until when the rank may step, even if the agent should be stopped meanwhile.
+The agent makes one anonymous file (memfd) per world with an area for each of its ranks, and reads an area whenever it
+wants to know. Every field is eight aligned bytes with a single writer, so a reader never sees half of one. A time is
+always written before the phase that it belongs to: a reader in between sees a rank that is fresher than it is, never
+staler.
+
+The agent sleeps until the earliest moment at which a rank could be hung, and says in `WAKE_AT` when that is. Whatever a
+rank does that could make it hung sooner, such as opening a section with a short limit, it compares with that, and pokes
+the agent if need be. So a heartbeat is a store to memory, and nobody polls.
 """
 
 from __future__ import annotations
@@ -10,64 +15,106 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
+from enum import IntEnum
 
-PAGE_BYTES = 4096
-_MAGIC = 0x484F4C4446415354  # HOLDFAST
+MARK = 0x484F4C4446415354  # HOLDFAST
+END_MARK = 0x4545524854_444E45
 
-# Positions of the eight-byte fields.
-_MAGIC_AT, _GENERATION_AT, _STEPS_AT, _STEP_DONE_AT, _LEASE_AT = range(5)
+# Positions of the eight-byte fields. First those of the rank:
+MAGIC, GENERATION, OWNER, STEPS, STEP_AT, PHASE, PHASE_AT, TRAINS, STEP_S = range(9)
+GAPS = 9  # one a phase, but for the last
+BASE, CLIENT_AT, HEARTBEAT_AT, FIRST_LIMIT, HEARTBEAT_LIMIT, OUTSIDE_AT, OUTSIDE_LIMIT, OPEN, KNOWN, END = range(13, 23)
+RANKS_FIELDS = "=QQQQdQdQd4dQddddddQQQ"  # the same, for struct
+BUSY_AT = 23  # when it was last done with an evaluation or a save
+# then those of the agent:
+LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
+LIMITS = 36  # one a phase
+
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+HEADER_BYTES = 4096
+MAX_SECTIONS = 16_384
+SECTIONS = HEADER_BYTES // 8  # from here on two fields each: opened at (0.0: it is closed), and limit (0.0: none)
+AREA_BYTES = HEADER_BYTES + 16 * MAX_SECTIONS  # memory is taken only for what is written
 
 
-def make(ranks: int) -> int:
-    """A new file of pages. It has no name, so nothing can be left of it."""
+class Phase(IntEnum):
+    """What a rank is at. Each has its own learned limit, the last one none."""
+
+    STARTING = 0  # until its first step
+    TRAINING = 1
+    EVALUATING = 2
+    SAVING = 3
+    ENDING = 4
+
+
+def make(ranks: int, config: bytes = b"") -> int:
+    """A new file of areas, and what all ranks are to read behind them. It has no name, so nothing can be left of it."""
     fd = os.memfd_create("holdfast-beacon", os.MFD_CLOEXEC)
-    os.ftruncate(fd, PAGE_BYTES * ranks)
+    os.ftruncate(fd, AREA_BYTES * ranks + len(config))
+    if config:
+        os.pwrite(fd, config, AREA_BYTES * ranks)
     return fd
 
 
 class Beacon:
-    """The writing end, in the rank."""
+    """The writing end, in the rank. `poke` wakes the agent; it is a system call, and seldom needed."""
 
-    def __init__(self, fd: int, slot: int, generation: int) -> None:
-        page = mmap.mmap(fd, PAGE_BYTES, offset=slot * PAGE_BYTES)
-        self._words = memoryview(page).cast("Q")
-        self._times = memoryview(page).cast("d")
-        self._words[_GENERATION_AT] = generation
-        self._words[_MAGIC_AT] = _MAGIC
+    def __init__(self, fd: int, slot: int, generation: int, poke: Callable[[], None] = lambda: None) -> None:
+        area = mmap.mmap(fd, AREA_BYTES, offset=slot * AREA_BYTES)
+        words = self.words = memoryview(area).cast("Q")
+        self.times = memoryview(area).cast("d")
+        self.poke = poke
+        self.config = os.pread(fd, words[CONFIG_BYTES], words[CONFIG_AT])
+        words[GENERATION] = generation
+        words[OWNER] = os.getpid()
+        self.times[PHASE_AT] = time.monotonic()
+        words[END] = END_MARK
+        words[MAGIC] = MARK
+
+    @property
+    def intact(self) -> bool:
+        return self.words[MAGIC] == MARK and self.words[END] == END_MARK
 
     def step_done(self) -> int:
         """Count a step; returns how many there are."""
-        steps = self._words[_STEPS_AT] + 1
-        self._words[_STEPS_AT] = steps
-        self._times[_STEP_DONE_AT] = time.monotonic()
+        words, times = self.words, self.times
+        now_s = time.monotonic()
+        phase = words[PHASE]
+        took_s = times[STEP_S] = now_s - times[PHASE_AT]
+        if phase < 4 and took_s > times[GAPS + phase]:
+            times[GAPS + phase] = took_s
+        times[PHASE_AT] = times[STEP_AT] = now_s
+        steps = words[STEPS] = (words[STEPS] + 1) & _WORD
+        if phase != 1:
+            times[BUSY_AT] = now_s
+            words[PHASE] = 1
+            self.poke_if_due(now_s + times[LIMITS + 1])
         return steps
+
+    def enter(self, phase: int) -> None:
+        self.times[PHASE_AT] = now_s = time.monotonic()
+        self.words[PHASE] = phase
+        self.poke_if_due(now_s + self.times[LIMITS + phase])
+
+    def leave(self, phase: int, back_to: int) -> None:
+        """The end of a phase that is not ended by a step."""
+        took_s = time.monotonic() - self.times[PHASE_AT]
+        if self.words[PHASE] == phase and took_s > self.times[GAPS + phase]:
+            self.times[GAPS + phase] = took_s
+        self.times[BUSY_AT] = time.monotonic()
+        self.enter(back_to)
+
+    def poke_if_due(self, deadline_s: float) -> None:
+        """Wake the agent if it would look too late. It writes when it will look before it reads this area a last time;
+        whichever of the two is first, the other is seen."""
+        if deadline_s < self.times[WAKE_AT]:
+            self.poke()
 
     @property
     def has_lease(self) -> bool:
-        return self._times[_LEASE_AT] != 0.0
+        return self.times[LEASE] != 0.0
 
     @property
     def lease_is_over(self) -> bool:
-        return time.monotonic() > self._times[_LEASE_AT]
-
-
-class Page:
-    """The reading end, in the agent."""
-
-    def __init__(self, fd: int, slot: int) -> None:
-        page = mmap.mmap(fd, PAGE_BYTES, offset=slot * PAGE_BYTES)
-        self._words = memoryview(page).cast("Q")
-        self._times = memoryview(page).cast("d")
-
-    @property
-    def steps(self) -> int | None:
-        """None while there is no one who writes here: a program that was started cold never does."""
-        return self._words[_STEPS_AT] if self._words[_MAGIC_AT] == _MAGIC else None
-
-    def lease(self, until_s: float) -> None:
-        self._times[_LEASE_AT] = until_s
-
-    @property
-    def last_step_s(self) -> float:
-        """When the last step was done, on this machine's monotonic clock; 0.0 before the first."""
-        return self._times[_STEP_DONE_AT]
+        return time.monotonic() > self.times[LEASE]

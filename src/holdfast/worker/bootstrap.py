@@ -13,19 +13,19 @@ import time
 import zlib
 from typing import Any, NoReturn
 
-import msgspec
-
 from holdfast import linux
 from holdfast.wire import messages
-from holdfast.worker import errors, programs
-from holdfast.worker.beacon import Beacon
+from holdfast.worker import errors, place, programs, stacks
+from holdfast.worker.beacon import Beacon, Phase
+from holdfast.worker.phases import Phases
+from holdfast.worker.place import Place
 
 EXIT_LOST_NODE = 86  # as `control.causes` has it, which a rank does not import
 
 
 def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     """Become the rank that `request` describes, run its program, and exit as Python would."""
-    report_fd, beacon_fd, *stdio = fds
+    report_fd, beacon_fd, stacks_fd, *stdio = fds
     for target, fd in zip(request.stdio, stdio, strict=True):
         os.dup2(fd, target)
         os.close(fd)
@@ -35,16 +35,21 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     linux.set_title(request.title)
     _bind(request)
     if isinstance(request.program, messages.Command):
-        _exec(request.program)
+        _exec(request, report_fd, beacon_fd)
     _take_fresh_randomness()
     if request.threads is not None:
         sys.modules["torch"].set_num_threads(request.threads)
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable(file=2, all_threads=True)
+    stacks.install(stacks_fd)
     gc.enable()
-    reporter = Reporter(report_fd, request)
-    reporter.watch_steps(Beacon(beacon_fd, request.slot, request.generation))
+    here = Place(request.rank, request.generation, request.slot, report_fd, beacon_fd)
     os.close(beacon_fd)
+    place.take(here)
+    reporter = Reporter(here)
+    Phases(here.beacon, reporter.first_step).install()
+    if here.beacon.has_lease:
+        _keep_to_lease(here.beacon)
     try:
         programs.run(request.program, request.rank)
     except SystemExit:
@@ -56,43 +61,25 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         reporter.raised(failure)
         errors.show(failure)
         raise SystemExit(1) from None
+    finally:
+        here.beacon.enter(Phase.ENDING)
     raise SystemExit(0)
 
 
 class Reporter:
     """Tells the agent the few things that it must not have to ask for: the first step, and an exception."""
 
-    def __init__(self, fd: int, request: messages.ForkWorker) -> None:
-        self._fd = fd
-        self._socket = _identity(fd)
-        self._request = request
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._modules_before = set(sys.modules)
-
-    def watch_steps(self, beacon: Beacon) -> None:
-        """Count optimizer steps through torch's public hook; the first one is also reported."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._step_done = beacon.step_done
-
-        def after_step(*_: Any) -> None:
-            if self._step_done() == 1:
-                self._first_step()
-
-        def forget() -> None:
-            self._step_done = lambda: 0  # a child of this rank that steps an optimizer of its own is not this rank
-
-        register_optimizer_step_post_hook(after_step)
-        if beacon.has_lease:
-            _keep_to_lease(beacon)
-        os.register_at_fork(after_in_child=forget)
 
     def raised(self, failure: BaseException) -> None:
         told = errors.describe(failure)
         errors.leave_error_file(told)
-        self._send(
+        self._place.report(
             messages.Raised(
-                rank=self._request.rank,
-                generation=self._request.generation,
+                rank=self._place.rank,
+                generation=self._place.generation,
                 at_s=time.monotonic(),
                 headline=told.headline,
                 traceback=told.traceback,
@@ -102,18 +89,11 @@ class Reporter:
             )
         )
 
-    def _first_step(self) -> None:
+    def first_step(self) -> None:
         modules = b""
-        if self._request.slot == 0:
+        if self._place.slot == 0:
             modules = zlib.compress("\n".join(programs.installed_modules(self._modules_before)).encode(), 1)
-        self._send(messages.Stepped(self._request.rank, self._request.generation, time.monotonic(), modules))
-
-    def _send(self, report: messages.Message) -> None:
-        # The agent may be gone, or far behind; neither is a reason to fail a rank. And the program may have closed all
-        # descriptors it does not know, so that this one is now a file of its own.
-        with contextlib.suppress(OSError):
-            if _identity(self._fd) == self._socket:
-                os.write(self._fd, msgspec.msgpack.encode(report))
+        self._place.report(messages.Stepped(self._place.rank, self._place.generation, time.monotonic(), modules))
 
 
 def _keep_to_lease(beacon: Beacon) -> None:
@@ -133,13 +113,15 @@ def _keep_to_lease(beacon: Beacon) -> None:
     register_optimizer_step_pre_hook(before_step)
 
 
-def _identity(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
-
-
-def _exec(command: messages.Command) -> NoReturn:
-    """Start another program in this process. It must not inherit the signals that Python ignores."""
+def _exec(request: messages.ForkWorker, report_fd: int, beacon_fd: int) -> NoReturn:
+    """Start another program in this process. It must not inherit the signals that Python ignores, and it may want to
+    use the monitor's client."""
+    command = request.program
+    assert isinstance(command, messages.Command)
+    for fd in (report_fd, beacon_fd):
+        os.set_inheritable(fd, True)
+    where = (request.rank, request.generation, request.slot, report_fd, beacon_fd)
+    os.environ[place.VARIABLE] = ":".join(map(str, where))
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     argv = [messages.native(argument) for argument in command.argv]

@@ -1,0 +1,208 @@
+"""Breaking worlds: what goes wrong in one, how it is stopped, and what that leads to."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.control import protocol
+from holdfast.control.account import Ended
+from holdfast.control.causes import Cause, Kind, explained, signal_name
+from holdfast.control.forming import Forming, Phase
+from holdfast.control.membership import Member, Policy
+from holdfast.control.orders import Action, End, Send, Timer, Write
+from holdfast.control.restarts import GiveUp
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+# The cause of a world's end where the one who knew it is gone.
+STOPPED_BEFORE = "the coordinator before this one had it stopped"
+# What speaks against a machine. A program's own error would come anywhere, and a broken collective is seldom the fault
+# of the one who says so.
+STRIKES = (Kind.SIGNAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.LOST_NODE, Kind.LAUNCHER)
+
+
+class Breaking(Forming):
+    """The half of a coordinator that ends worlds, and the job."""
+
+    def _requested(self, now_s: float, member: Member, request: protocol.Request) -> list[Action]:
+        """A rank asked for it, and knows why. It is done at once, not when something fails."""
+        host = member.hello.host
+        if request.action == "shutdown":
+            headline = f"asked to end the job: {request.description}"
+            reason = f"rank {request.rank} {headline}; it is not to be requeued"
+            self.ending = protocol.Over(Kind.REQUESTED, reason)
+        else:
+            headline = f"asked to exclude its node: {request.description}"
+            if self.settings.alone:
+                reason = f"rank {request.rank} {headline}; there is no other node to go on with"
+                self.ending = protocol.Over(Kind.LOST_NODE, reason)
+            else:
+                self.quarantine.exclude(host, f"rank {request.rank} {headline}")
+        written: list[Action] = [Write(self._record(now_s))]
+        if self.phase in (Phase.RUNNING, Phase.STOPPING):
+            kind = Kind.REQUESTED if request.action == "shutdown" else Kind.LOST_NODE
+            name = "" if self.settings.alone else host
+            if not any((cause.rank, cause.headline) == (request.rank, headline) for cause in self.causes):
+                self.causes.append(Cause(kind, headline, now_s, rank=request.rank, node=name))
+        if self.phase is Phase.RUNNING:
+            return written + self._break(now_s, f"rank {request.rank} {headline}")
+        if self.phase is Phase.STOPPING:
+            return written
+        if self.ending is not None:
+            return self._finish(now_s, self.ending.kind, self.ending.reason)  # its world was down already
+        return written + self._consider(now_s)
+
+    def _node_failed(self, now_s: float, node: str, why: str, hang: bool = False) -> list[Action]:
+        """Something is wrong with the world at this node."""
+        if self.phase is Phase.STOPPING:
+            return self._settle_if_down(now_s)
+        if self.phase is not Phase.RUNNING:
+            return self._consider(now_s)
+        self.undone.discard(node)
+        healthy = len(self.undone & self.up) + len(self.done)
+        if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
+            return [] if node in self.up else self._go_on_without(now_s, why, healthy)
+        return self._break(now_s, why, hang)
+
+    def _go_on_without(self, now_s: float, why: str, healthy: int) -> list[Action]:
+        """With min-healthy the others are not stopped; the script has its own way to do without a node."""
+        actions: list[Action] = []
+        if self.causes:
+            causes = explained(self.causes, self.groups)
+            noted = self.account.note(now_s, self._ended(), causes, f"{healthy} healthy nodes go on")
+            self.causes, self.groups = [], []
+            actions += self._broadcast(protocol.Opened(noted, now_s)) + self._broadcast(protocol.Closed(noted, now_s))
+            actions += [Write(self._record(now_s)), *self._broadcast(protocol.Note(f"{noted.what}; {noted.action}"))]
+        return actions + (self._succeed(now_s) if not self.undone and not self.up else [])
+
+    def _break(self, now_s: float, why: str, hang: bool = False) -> list[Action]:
+        self.broken_at_s = now_s
+        self._enter(Phase.STOPPING)
+        stop = protocol.Stop(self.generation, why, hang)
+        stops: list[Action] = [Send(node, stop) for node in self.seats if node in self.up and node in self.members]
+        if self.absent:
+            stops.append(Timer("return", self.epoch, self.settings.return_s))
+        return stops + self._settle_if_down(now_s)
+
+    def _down(self, now_s: float, node: str, member: Member, down: protocol.Down) -> list[Action]:
+        member.ready, member.fit, member.store_port, member.busy = down.ready, down.fit, down.store_port, False
+        if not self._in_world(node, down.generation) or node in self.done:
+            return self._consider(now_s)
+        self.unconfirmed.discard(node)
+        by_s = now_s - down.now_s
+        name = "" if self.settings.alone else member.hello.host
+        if node in self.up:
+            self.causes += [_with(protocol.shifted(cause, by_s), node=name) for cause in down.causes]
+            self.groups += [_with(group, node=name) for group in down.groups]
+            self.world_steps = max(self.world_steps, down.steps or 0)
+            self.world_base = max(self.world_base, down.base)
+            self.steps_known = self.steps_known or down.steps is not None
+            self.steps_seen = self.steps_seen or bool(down.steps)
+            self.up.discard(node)
+        return self._node_failed(now_s, node, f"the ranks of {member.hello.host} have ended")
+
+    def _done(self, now_s: float, node: str, done: protocol.Done) -> list[Action]:
+        self.world_steps = max(self.world_steps, done.steps or 0)
+        self.unconfirmed.discard(node)
+        self.up.discard(node)
+        self.undone.discard(node)
+        self.done.add(node)
+        if self.phase is Phase.STOPPING:
+            return self._settle_if_down(now_s)
+        if self.phase is Phase.RUNNING and not self.undone and not self.up:
+            return self._succeed(now_s)
+        return []
+
+    def _succeed(self, now_s: float) -> list[Action]:
+        self.steps += self.world_steps
+        return self._finish(now_s, None)
+
+    def _settle_if_down(self, now_s: float) -> list[Action]:
+        if self.phase is not Phase.STOPPING or self.up:
+            return []
+        return self._settle(now_s)
+
+    def _settle(self, now_s: float) -> list[Action]:
+        """The world is down: name the cause, then restart or give up."""
+        self.steps += self.world_steps
+        leavers = [member for member in self.members.values() if member.leaving is not None]
+        if leavers and self._only_leavers and self.ending is None:
+            reason = f"stopped by {signal_name(leavers[-1].leaving or 0)}"
+            return self._finish(now_s, Kind.PREEMPTED, reason)
+        if self.joining:
+            # Nodes stop one after the other, and ranks whose peers went first say that their backend broke. It did not.
+            self.causes = [cause for cause in self.causes if cause.kind is not Kind.BACKEND]
+        actions = self._close_incident(now_s, self.causes[0].failed_at_s if self.causes else self.broken_at_s)
+        if not self.causes:
+            headline = self.joining or (STOPPED_BEFORE if self.inherited else "the world was stopped")
+            self.causes.append(Cause(Kind.MEMBERSHIP, headline, self.broken_at_s))
+        self.causes = explained(self.causes, self.groups)
+        if self.ending is not None:
+            return actions + self._end_as_asked(now_s, self.ending)
+        answer = self.account.open(now_s, self._ended(), self.causes)
+        assert self.account.incident is not None
+        opened = protocol.Opened(self.account.incident, now_s)
+        actions += [Write(self._record(now_s)), *self._broadcast(opened)]
+        if isinstance(answer.decision, GiveUp):
+            return actions + self._finish(now_s, opened.incident.kind, answer.decision.reason)
+        actions += self._judge(now_s, answer.first)
+        if answer.decision.after_s > 0:
+            self._enter(Phase.WAITING)
+            return [*actions, Timer("backoff", self.epoch, answer.decision.after_s)]
+        return actions + self._gather(now_s)
+
+    def _end_as_asked(self, now_s: float, over: protocol.Over) -> list[Action]:
+        noted = self.account.note(now_s, self._ended(), self.causes, "the job ends")
+        told = self._broadcast(protocol.Opened(noted, now_s)) + self._broadcast(protocol.Closed(noted, now_s))
+        return told + self._finish(now_s, over.kind, over.reason)
+
+    def _ended(self) -> Ended:
+        steps = self.world_steps if self.steps_known else None
+        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base)
+
+    def _judge(self, now_s: float, first: Cause) -> list[Action]:
+        """Set a node aside that keeps failing, if the job can do without it."""
+        if not first.node or first.kind not in STRIKES:
+            return []
+        others = sum(1 for m in self.members.values() if m.hello.host != first.node and m.fit and m.leaving is None)
+        if others < self.settings.min_nodes:
+            return []
+        why = self.quarantine.blame(first.node, first.headline, now_s)
+        if not why:
+            return []
+        text = f"{first.node} is set aside: {why}; holdfast nodes --lift {first.node} takes it back"
+        left_s = self.quarantine.left_s(first.node, now_s)
+        return [*self._broadcast(protocol.Note(text)), Timer("quarantine", 0, left_s)]
+
+    def _close_incident(self, now_s: float, failed_again_at_s: float | None = None) -> list[Action]:
+        closed = self.account.close(failed_again_at_s)
+        return [] if closed is None else self._broadcast(protocol.Closed(closed, now_s))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, now_s: float, kind: Kind | None, reason: str = "") -> list[Action]:
+        actions = self._close_incident(now_s)
+        over = self.over = protocol.Over(kind, reason, self.steps)
+        # A spare has done its part, however the others fared.
+        had_world = self.phase in (Phase.RUNNING, Phase.STOPPING)
+        spares = {node for node in self.members if had_world and node not in self.seats}
+        released = protocol.Over(None, reason, self.steps)
+        told: list[Action] = [Send(node, released if node in spares else over) for node in self.members]
+        self._enter(Phase.OVER)
+        self.seats = {}
+        return [*actions, Write(self._record(now_s)), *told, End()]
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def _in_world(self, node: str, generation: int) -> bool:
+        return generation == self.generation and node in self.seats
+
+    @property
+    def _only_leavers(self) -> bool:
+        return all(member.leaving is not None for member in self.members.values())
+
+
+def _with(value: S, **changes: object) -> S:
+    return msgspec.structs.replace(value, **changes)

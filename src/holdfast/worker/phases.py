@@ -1,0 +1,112 @@
+"""What a rank is at, seen through torch: its steps, evaluations and saves, with no line of the user's code changed.
+
+Steps come through torch's public hook. That a rank evaluates or saves is known by `Module.eval` and `torch.save`, which
+are wrapped: both are called seldom, and what they cost here is a store to memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from holdfast.worker.beacon import BASE, LIMITS, PHASE, PHASE_AT, TRAINS, Beacon, Phase
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STEPS_TO_LEARN = 6  # as `control.hangs` has it, which a rank does not import
+_SAVERS = ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save"))
+
+
+class Phases:
+    """The hooks of one rank. In a child of it they do nothing."""
+
+    def __init__(self, beacon: Beacon, on_first_step: Callable[[], None]) -> None:
+        self._beacon = beacon
+        self._on_first_step = on_first_step
+        self._main = threading.get_ident()
+        self._rank = True
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._rank = False
+
+    def install(self) -> None:
+        import torch
+        from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self._after_step)
+        Optimizer.__init__ = self._wrap_optimizer(Optimizer.__init__)  # type: ignore[method-assign]
+        torch.nn.Module.eval = self._wrap_eval(torch.nn.Module.eval)  # type: ignore[method-assign]
+        torch.save = self._wrap_save(torch.save)
+        module, names = _SAVERS
+        if (saver := sys.modules.get(module)) is not None:
+            package = sys.modules["torch.distributed.checkpoint"]
+            for name in names:
+                wrapped = self._wrap_save(getattr(saver, name))
+                setattr(saver, name, wrapped)
+                setattr(package, name, wrapped)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if not self._rank:
+            return
+        steps = self._beacon.step_done()
+        if steps == 1:
+            self._beacon.words[BASE] = steps_before(optimizer)
+            self._on_first_step()
+        elif steps == STEPS_TO_LEARN:
+            self._beacon.poke()
+
+    def _wrap_optimizer(self, init: F) -> F:
+        @functools.wraps(init)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            words, times = self._beacon.words, self._beacon.times
+            if self._rank and not words[TRAINS]:
+                words[TRAINS] = 1
+                self._beacon.poke_if_due(times[PHASE_AT] + times[LIMITS])
+
+        return __init__  # type: ignore[return-value]
+
+    def _wrap_eval(self, original: F) -> F:
+        @functools.wraps(original)
+        def eval(module: Any) -> Any:
+            if self._trains_here() and self._beacon.words[PHASE] in (Phase.TRAINING, Phase.EVALUATING):
+                self._beacon.enter(Phase.EVALUATING)
+            return original(module)
+
+        return eval  # type: ignore[return-value]
+
+    def _wrap_save(self, original: F) -> F:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            before = self._beacon.words[PHASE]
+            if not self._trains_here() or before not in (Phase.TRAINING, Phase.EVALUATING):
+                return original(*args, **kwargs)  # the first step has not been done, or this is part of another save
+            self._beacon.enter(Phase.SAVING)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._beacon.leave(Phase.SAVING, before)
+
+        return save  # type: ignore[return-value]
+
+    def _trains_here(self) -> bool:
+        """Whether this is the rank, in the thread that trains: saves in the background hold up nobody."""
+        return self._rank and threading.get_ident() == self._main
+
+
+def steps_before(optimizer: Any) -> int:
+    """The steps an optimizer had done before the one just done, by its own count: a loaded Adam goes on where it was.
+    0 for those that do not count, or whose count is on a GPU, which would have to be waited for."""
+    with contextlib.suppress(Exception):
+        for state in optimizer.state.values():
+            count = state.get("step", state.get("n_iter"))
+            if count is None or getattr(getattr(count, "device", None), "type", "cpu") != "cpu":
+                return 0
+            return max(0, int(count) - 1)
+    return 0

@@ -1,0 +1,78 @@
+"""This process's place in its job: which rank it is, its beacon, and its line to the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import msgspec
+
+from holdfast.wire import messages
+from holdfast.worker.beacon import Beacon
+
+VARIABLE = "HOLDFAST_PLACE"  # for programs that were started by exec: rank, generation, slot and the two descriptors
+
+
+class Place:
+    def __init__(self, rank: int, generation: int, slot: int, report_fd: int, beacon_fd: int) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.slot = slot
+        self._fd = report_fd
+        self._socket = _identity(report_fd)
+        self.beacon = Beacon(beacon_fd, slot, generation, self._poke)
+
+    def report(self, report: messages.Report) -> bool:
+        """Tell the agent. It may be gone, or far behind; neither is a reason to fail a rank. And the program may have
+        closed all descriptors it does not know, so that this one is now a file of its own."""
+        with contextlib.suppress(OSError):
+            if _identity(self._fd) == self._socket:
+                os.write(self._fd, msgspec.msgpack.encode(report))
+                return True
+        return False
+
+    def _poke(self) -> None:
+        self.report(messages.Poke(self.rank, self.generation))
+
+
+_current: Place | None = None
+_looked = False
+
+
+def take(place: Place) -> None:
+    """Called once, as the rank begins. A child of it is not the rank."""
+    global _current, _looked
+    _current, _looked = place, True
+    os.register_at_fork(after_in_child=_leave)
+
+
+def current() -> Place | None:
+    """None outside of `holdfast run`, and in children of a rank."""
+    global _looked
+    if not _looked:
+        _looked = True
+        if (text := os.environ.get(VARIABLE)) is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed on the way, or another program's
+                rank, generation, slot, report_fd, beacon_fd = map(int, text.split(":"))
+                if _is_free(beacon_fd, slot):
+                    take(Place(rank, generation, slot, report_fd, beacon_fd))
+    return _current
+
+
+def _is_free(fd: int, slot: int) -> bool:
+    """Whether no process has this place yet: a program's children inherit the variable too."""
+    from holdfast.worker.beacon import AREA_BYTES, OWNER
+
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:holdfast-beacon"):
+        return False
+    return int.from_bytes(os.pread(fd, 8, slot * AREA_BYTES + 8 * OWNER), "little") == 0
+
+
+def _leave() -> None:
+    global _current
+    _current = None
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,270 @@
+"""Ranks that hang in every way there is: found without a line of code, named, written down, and cured."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import SCRIPTS, Job
+
+HANGS = SCRIPTS / "hangs.py"
+FLOOR = ("--hang-floor=1",)
+LEARNED = 8  # a step by which limits are learned
+
+
+def fault(how: str, step: int = LEARNED, rank: int | str = 1, generations: tuple[int, ...] = (0,)) -> str:
+    return json.dumps({"rank": rank, "step": step, "how": how, "generations": generations})
+
+
+def only_incident(job: Job) -> dict[str, Any]:
+    [incident] = job.incidents()
+    return incident
+
+
+def stacks(job: Job, dump: int = 0) -> dict[str, str]:
+    folder = sorted((job.run_dir / "stacks").iterdir())[dump]
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+# -- where a rank can hang --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "frame"),
+    [
+        ("busy", "in busy"),
+        ("sleep", "in sleep"),
+        ("sleep_with_the_gil", "in sleep_with_the_gil"),
+        ("skip_a_collective", "in skip_a_collective"),
+        ("load_data", "in read"),
+        ("load_data_in_a_worker", "-- data loader worker"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_and_the_world_comes_back(job: Job, how: str, frame: str) -> None:
+    assert job.run(HANGS, "12", fault(how), max_restarts=1, flags=FLOOR) == 0
+    assert (job.folder / "step").read_text() == "12"
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"], incident["suspects"]) == ("hang", 1, [1])
+    assert incident["headline"].startswith("no step for ")
+    assert list(incident["phases_s"]) == ["detect", "stop", "wait", "start", "first step"]
+    assert incident["phases_s"]["detect"] >= 1
+    assert sum(incident["phases_s"].values()) == pytest.approx(incident["lost_s"])
+    assert {group["what"]: group["ranks"] for group in incident["groups"] if group["collective"]} == {"backward": [0]}
+    found = stacks(job)
+    assert sorted(found) == ["rank_0.txt", "rank_1.txt", "summary.txt"]
+    assert frame in found["rank_1.txt"]
+    assert "_engine_run_backward" in found["rank_0.txt"]
+    assert "not in a collective: rank 1, likely what the others wait for" in found["summary.txt"]
+    assert "rank 1 hangs: no step for " in job.err
+    assert "rank 1: likely what the others wait for" in job.err
+    assert [sent["signal"] for sent in job.events("ranks.signalled")] == ["SIGKILL"]
+    assert job.leftovers() == []
+
+
+def test_a_deadlock_of_all_blames_nobody(job: Job) -> None:
+    assert job.run(HANGS, "12", fault("cross"), max_restarts=1, flags=FLOOR) == 0
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"], incident["suspects"]) == ("hang", None, [])
+    assert {group["what"] for group in incident["groups"]} == {"backward", "all_reduce"}
+    assert "the world hangs: no step for " in job.err
+    assert job.leftovers() == []
+
+
+def test_a_stopped_rank_is_named_as_such(job: Job) -> None:
+    job.start(HANGS, "100000", max_restarts=1, flags=FLOOR, env={"PACE_S": "0.01"})
+    os.kill(job.wait_step(1, LEARNED)["pid"], signal.SIGSTOP)
+    job.wait_step(1, LEARNED + 3, generation=1)
+    job.signal(signal.SIGTERM)
+    job.wait()
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"], incident["suspects"]) == ("hang", 1, [1])
+    assert "stopped by a signal" in stacks(job)["summary.txt"]
+    assert "hangs.py" in stacks(job)["rank_1.txt"]
+    assert "rank 1 stopped by a signal" in job.err
+    assert job.leftovers() == []
+
+
+def test_before_init(job: Job) -> None:
+    flags = ("--ft-initial-rank-heartbeat-timeout=4",)
+    assert job.run(HANGS, "12", fault("sleep", step=-1), max_restarts=1, flags=flags) == 0
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"], incident["steps"]) == ("hang", 1, 0)
+    assert incident["headline"].startswith("no first step for ")
+    assert "in sleep" in stacks(job)["rank_1.txt"]
+    assert "in init_process_group" in stacks(job)["rank_0.txt"]
+    assert "before its first step" in job.err
+    assert job.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("learned", "how", "said", "frame"),
+    [
+        ("save", "save_to_a_broken_disk", "saving for ", "in write"),
+        ("evaluate", "evaluate_for_ever", "evaluating for ", "in evaluate_for_ever"),
+    ],
+)
+def test_evaluations_and_saves_have_limits_of_their_own(
+    job: Job, learned: str, how: str, said: str, frame: str
+) -> None:
+    """Nobody waits for this rank, so it is its own limit that ends it; the other one is done and gone by then."""
+    faults = [fault(learned, LEARNED - 1), fault(how)]
+    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=FLOOR, env={"ALONE": "1"}) == 0
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"]) == ("hang", 1)
+    assert incident["headline"].startswith(said)
+    assert frame in stacks(job)["rank_1.txt"]
+    assert job.leftovers() == []
+
+
+def test_a_first_save_is_no_hang(job: Job) -> None:
+    """It has no time to go by, and may take a hundred times as long as a step."""
+    assert job.run(HANGS, "12", fault("pause_in_a_save"), flags=FLOOR, env={"ALONE": "1"}) == 0
+    assert job.events("rank.hung") == []
+
+
+def test_after_the_last_step(job: Job) -> None:
+    assert job.run(HANGS, "12", fault("sleep", step=13), max_restarts=1, flags=FLOOR) == 0
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"], incident["steps"]) == ("hang", 1, 12)
+    assert list(incident["phases_s"])[:2] == ["detect", "stop"]
+    assert "in sleep" in stacks(job)["rank_1.txt"]
+    assert job.leftovers() == []
+
+
+def test_at_the_interpreters_exit(job: Job) -> None:
+    """An end may take 120 floors; for the test that is not to be two minutes, steps get theirs by the safety factor."""
+    flags = ("--hang-floor=0.05", "--ft-safety-factor=500")
+    assert job.run(HANGS, "12", fault("sleep_at_exit"), max_restarts=1, flags=flags) == 0
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"]) == ("hang", 1)
+    assert incident["headline"].startswith("ending for ")
+    assert job.leftovers() == []
+
+
+# -- what follows -----------------------------------------------------------------------------------------------------
+
+
+def test_a_world_that_hangs_before_its_first_step_is_restarted_too(job: Job) -> None:
+    """How long a first step takes was learned in the world before."""
+    faults = [fault("killed"), fault("sleep", step=0, generations=(1,))]
+    assert job.run(HANGS, "12", *faults, max_restarts=2, flags=("--hang-floor=0.25", "--ft-safety-factor=50")) == 0
+    assert [incident["kind"] for incident in job.incidents()] == ["signal", "hang"]
+    assert job.incidents()[1]["headline"].startswith("no first step for ")
+    assert job.incidents()[1]["suspects"] == [1]
+    assert list(job.incidents()[0]["phases_s"])[-1] == "failed again"
+    assert job.leftovers() == []
+
+
+def test_a_second_hang_gets_twice_the_time(job: Job) -> None:
+    faults = [fault("sleep"), fault("sleep", step=2 * LEARNED, generations=(1,))]
+    assert job.run(HANGS, "20", *faults, max_restarts=2, flags=FLOOR) == 0
+    first, second = job.events("rank.hung")
+    assert second["limit_s"] >= 2 * first["limit_s"]
+    assert [incident["kind"] for incident in job.incidents()] == ["hang", "hang"]
+    assert len(list((job.run_dir / "stacks").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 1), (("--exit-code-from-cause",), 85)])
+def test_without_restarts_the_job_ends_and_says_why(job: Job, flags: tuple[str, ...], code: int) -> None:
+    assert job.run(HANGS, "12", fault("sleep"), flags=(*FLOOR, *flags)) == code
+    assert only_incident(job)["kind"] == "hang"
+    assert "the job failed: rank 1 hangs: no step for " in job.err
+    assert "rank 0 in backward, rank 1 in hangs.py:" in job.err
+    assert "--max-restarts is 0" in job.err
+    assert job.leftovers() == []
+
+
+def test_warn_lets_a_rank_be_and_says_so_once(job: Job) -> None:
+    flags = (*FLOOR, "--hang-detection=warn")
+    assert job.run(HANGS, "12", fault("pause"), max_restarts=1, flags=flags) == 0
+    assert job.incidents() == []
+    assert job.err.count("--hang-detection=warn lets it be") <= 2  # once a rank: the other one waits for it
+    assert "may hang: no step for " in job.err
+    assert "in pause" in stacks(job)["rank_1.txt"]
+    assert len(job.events("world.launched")) == 1
+
+
+def test_off_says_nothing(job: Job) -> None:
+    flags = (*FLOOR, "--hang-detection=off")
+    assert job.run(HANGS, "12", fault("pause"), flags=flags) == 0
+    assert job.events("rank.hung") == []
+    assert "hang" not in job.err
+    assert not (job.run_dir / "stacks").exists()
+
+
+def test_a_rank_that_ignores_the_termination_signal_is_killed(job: Job) -> None:
+    flags = (*FLOOR, "--ft-rank-termination-signal=SIGTERM", "--shutdown-timeout=1")
+    assert job.run(HANGS, "12", fault("sleep_deaf"), max_restarts=1, flags=flags) == 0
+    assert [sent["signal"] for sent in job.events("ranks.signalled")] == ["SIGTERM", "SIGKILL"]
+    assert only_incident(job)["suspects"] == [1]
+    assert only_incident(job)["phases_s"]["stop"] >= 1
+    assert job.leftovers() == []
+
+
+def test_a_program_that_does_not_train_is_left_alone(job: Job) -> None:
+    """A shell script has no beacon and no optimizer; how long it takes is its own business."""
+    script = job.folder / "waits.sh"
+    script.write_text("#!/bin/bash\nsleep 3\n")
+    script.chmod(0o755)
+    flags = ("--hang-floor=0.01", "--no-python")
+    assert job.run(script, flags=flags) == 0
+    assert job.events("rank.hung") == []
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_restarts_that_get_no_further_are_stopped(job: Job) -> None:
+    always = fault("exit_5", step=0, generations=tuple(range(20)))
+    assert job.run(HANGS, "12", always, max_restarts=10) == 1
+    assert len(job.events("world.launched")) == 4
+    assert "3 restarts in a row got no further than step 0" in job.err
+
+
+def test_they_are_not_when_that_is_asked_for(job: Job) -> None:
+    always = fault("exit_5", step=0, generations=tuple(range(20)))
+    assert job.run(HANGS, "12", always, max_restarts=4, flags=("--max-no-progress-restarts=0",)) == 1
+    assert len(job.events("world.launched")) == 5
+    assert "all 4 are used" in job.err
+
+
+# -- stacks on request ------------------------------------------------------------------------------------------------
+
+
+def ask_for_stacks(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast", "stacks", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_the_stacks_of_a_healthy_job(job: Job) -> None:
+    job.start(HANGS, "100000", env={"PACE_S": "0.05"})
+    seen = job.wait_step(1, 3)
+    done = ask_for_stacks(str(job.pid), "--json")
+    assert done.returncode == 0, done.stderr
+    taken = json.loads(done.stdout)
+    assert sorted(rank for group in taken["groups"] for rank in group["ranks"]) == [0, 1]
+    assert (taken["nodes"], taken["missing"]) == (1, 0)
+    files = {path.name for path in Path(taken["folder"]).iterdir()}
+    assert files == {"rank_0.txt", "rank_1.txt", "summary.txt"}
+    assert "hangs.py" in (Path(taken["folder"]) / "rank_1.txt").read_text()
+    assert job.wait_step(1, seen["step"] + 10, generation=0)["pid"] == seen["pid"]
+    shown = ask_for_stacks(str(job.pid))
+    assert shown.returncode == 0
+    assert f"more in {job.run_dir}" in shown.stdout
+    job.signal(signal.SIGTERM)
+    job.wait()
+    assert job.events("rank.hung") == []
+    assert job.leftovers() == []
+
+
+def test_the_stacks_of_no_job(tmp_path: Path) -> None:
+    done = ask_for_stacks(str(os.getpid()))
+    assert done.returncode == 1
+    assert "no job" in done.stderr
