@@ -26,7 +26,7 @@ PAUSE_S = 1.8
 AGENT_PAUSE_S = 10.0
 BURN_S = 10.0
 
-SCRIPT = '''
+SCRIPT = """
 import os, random, sys, time
 import torch, torch.distributed as dist
 
@@ -55,7 +55,7 @@ while gone_on.item():
     gone_on[0] = float(time.time() < until_s)
     dist.all_reduce(gone_on, op=dist.ReduceOp.MIN)
 dist.destroy_process_group()
-'''
+"""
 
 
 def main() -> int:
@@ -133,7 +133,7 @@ def burn(for_s: float) -> None:
 def tell(folder: Path, code: int, took_s: float, pauses: int, paused_s: float, agent_pauses: int, burns: int) -> int:
     events = [json.loads(line) for path in folder.glob("logs/*/events.jsonl") for line in path.read_text().splitlines()]
     alarms = [event for event in events if event["name"] == "rank.hung"]
-    ended = next((event["data"] for event in events if event["name"] == "job.ended"), {})
+    ended: dict[str, object] = next((event["data"] for event in events if event["name"] == "job.ended"), {})
     print("| what | how much |\n|---|---|")
     for what, much in (
         ("time", f"{took_s / 60:.0f} min"),

@@ -30,31 +30,35 @@ def write_beacons(fd: int) -> None:
         time.sleep(max(0.0, begun_s + STEP_S - time.monotonic()))
 
 
-async def watch(floor_s: float, for_s: float) -> list[str]:
+def measure(floor_s: float, for_s: float) -> list[str]:
     fd, areas = pages.make(RANKS, b"")
     writer = os.fork()
     if writer == 0:
         write_beacons(fd)
         os._exit(0)
-    hangs: list[Hang] = []
     try:
-        await asyncio.sleep(2.0)
-        watching = Watching(
-            asyncio.get_running_loop(),
-            Watch(Rules(floor_s=floor_s)),
-            lambda hang, _: hangs.append(hang),
-            lambda rank, why: sys.exit(why),
-        )
-        watching.begin(0, 0, areas, cold=False)
-        await asyncio.sleep(1.0)
-        before, begun_s = cpu_s(), time.monotonic()
-        await asyncio.sleep(for_s)
-        used_s, took_s = cpu_s() - before, time.monotonic() - begun_s
-        watching.end()
+        return asyncio.run(watch(areas, floor_s, for_s))
     finally:
         os.kill(writer, 9)
         os.waitpid(writer, 0)
         os.close(fd)
+
+
+async def watch(areas: list[pages.Page], floor_s: float, for_s: float) -> list[str]:
+    hangs: list[Hang] = []
+    await asyncio.sleep(2.0)
+    watching = Watching(
+        asyncio.get_running_loop(),
+        Watch(Rules(floor_s=floor_s)),
+        lambda hang, _: hangs.append(hang),
+        lambda rank, why: sys.exit(why),
+    )
+    watching.begin(0, 0, areas, cold=False)
+    await asyncio.sleep(1.0)
+    before, begun_s = cpu_s(), time.monotonic()
+    await asyncio.sleep(for_s)
+    used_s, took_s = cpu_s() - before, time.monotonic() - begun_s
+    watching.end()
     if hangs:
         raise SystemExit(f"false alarms: {hangs[:3]}")
     return [f"{floor_s:g} s", f"{took_s:.0f} s", f"{100 * used_s / took_s:.3f} %"]
@@ -67,7 +71,7 @@ def cpu_s() -> float:
 
 def main() -> None:
     print(f"{RANKS} ranks, each a step every {STEP_S:g} s, watched by one process")
-    rows = [asyncio.run(watch(30.0, 65.0)), asyncio.run(watch(1.0, 20.0))]
+    rows = [measure(30.0, 65.0), measure(1.0, 20.0)]
     print(table(["limit", "watched for", "of a core"], rows))
 
 

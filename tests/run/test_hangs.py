@@ -41,7 +41,7 @@ def stacks(job: Job, dump: int = 0) -> dict[str, str]:
     [
         ("busy", "in busy"),
         ("sleep", "in sleep"),
-        ("sleep_with_the_gil", "in sleep_with_the_gil"),
+        ("hold_the_gil", "in hold_the_gil"),
         ("skip_a_collective", "in skip_a_collective"),
         ("load_data", "in read"),
         ("load_data_in_a_worker", "-- data loader worker"),

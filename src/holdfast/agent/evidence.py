@@ -40,7 +40,7 @@ class Evidence:
             if running is not None and running.world.generation == wanted.generation:
                 name = f"{next(self._number):04}_generation_{wanted.generation}"
                 folder = self._run_dir.join("stacks", name)
-                groups = stacks.group(await dumps.take(running.targets(), folder))
+                groups = stacks.group(await dumps.take(running.targets(), folder, wanted.native))
                 self.folder = folder or ""
         self._post(acts.Dumped(wanted.generation, groups, wanted.show))
 

@@ -132,10 +132,11 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class DumpStacks(msgspec.Struct, frozen=True):
-    """Write down what the ranks are doing, and say when it is done."""
+    """Write down what the ranks are doing, and say when it is done. `native`: there is time for C frames too."""
 
     generation: int
     show: protocol.Show | None = None
+    native: bool = False
 
 
 class Agree(msgspec.Struct, frozen=True):

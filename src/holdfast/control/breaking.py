@@ -54,7 +54,7 @@ class Breaking(Forming):
             return self._finish(now_s, self.ending.kind, self.ending.reason)  # its world was down already
         return written + self._consider(now_s)
 
-    def _node_failed(self, now_s: float, node: str, why: str, hang: bool = False) -> list[Action]:
+    def _node_failed(self, now_s: float, node: str, why: str, failing: protocol.Failing | None = None) -> list[Action]:
         """Something is wrong with the world at this node."""
         if self.phase is Phase.STOPPING:
             return self._settle_if_down(now_s)
@@ -64,7 +64,7 @@ class Breaking(Forming):
         healthy = len(self.undone & self.up) + len(self.done)
         if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
             return [] if node in self.up else self._go_on_without(now_s, why, healthy)
-        return self._break(now_s, why, hang)
+        return self._break(now_s, why, failing)
 
     def _go_on_without(self, now_s: float, why: str, healthy: int) -> list[Action]:
         """With min-healthy the others are not stopped; the script has its own way to do without a node."""
@@ -77,10 +77,12 @@ class Breaking(Forming):
             actions += [Write(self._record(now_s)), *self._broadcast(protocol.Note(f"{noted.what}; {noted.action}"))]
         return actions + (self._succeed(now_s) if not self.undone and not self.up else [])
 
-    def _break(self, now_s: float, why: str, hang: bool = False) -> list[Action]:
+    def _break(self, now_s: float, why: str, failing: protocol.Failing | None = None) -> list[Action]:
         self.broken_at_s = now_s
         self._enter(Phase.STOPPING)
-        stop = protocol.Stop(self.generation, why, hang)
+        stop = protocol.Stop(self.generation, why)
+        if failing is not None:
+            stop = protocol.Stop(self.generation, why, failing.hang, failing.native)
         stops: list[Action] = [Send(node, stop) for node in self.seats if node in self.up and node in self.members]
         if self.absent:
             stops.append(Timer("return", self.epoch, self.settings.return_s))

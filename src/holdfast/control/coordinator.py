@@ -113,7 +113,7 @@ class Coordinator(Breaking):
             case protocol.Stepped(generation=generation) if generation == self.generation:
                 return self._stepped(now_s, node, message.at_s + now_s - message.now_s)
             case protocol.Failing(generation=generation, why=why) if self._in_world(node, generation):
-                return self._node_failed(now_s, node, why, message.hang)
+                return self._node_failed(now_s, node, why, message)
             case protocol.Down():
                 return self._down(now_s, node, member, message)
             case protocol.Done(generation=generation) if self._in_world(node, generation):

@@ -208,7 +208,7 @@ class Forming:
             return [Send(newcomer, protocol.Waiting(text))]
         return self._broadcast(protocol.Waiting(text)) if self.missing else []
 
-    def _break(self, now_s: float, why: str, hang: bool = False) -> list[Action]:
+    def _break(self, now_s: float, why: str, failing: protocol.Failing | None = None) -> list[Action]:
         """Stop the world, to form another."""
         raise NotImplementedError
 

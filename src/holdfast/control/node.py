@@ -54,6 +54,8 @@ ABANDON_S = 10.0
 ABANDON_WAITS = 5  # counted and not timed: a machine that slept has not waited
 # How long the stacks of a hung world may take to write. They take milliseconds; py-spy, where it is installed, seconds.
 DUMP_S = 5.0
+# C frames cost a second. A hang that was found sooner than this does not wait for them.
+NATIVE_S = 10.0
 
 
 class Node(Standing):
@@ -144,7 +146,7 @@ class Node(Standing):
                 return self._told_to_stop(now_s, event)
             case protocol.Show():
                 generation = self.world.generation if self.world is not None else -1
-                return [DumpStacks(generation, event)]
+                return [DumpStacks(generation, event, native=True)]
             case protocol.Shown():
                 return [Shown(event)]
             case protocol.Over(kind=kind, reason=reason, steps=steps):
@@ -181,7 +183,9 @@ class Node(Standing):
             return self._tell(self._end_of_world(now_s))
         if self.phase is not Phase.RUNNING:
             return []
-        return self._stop_hung(now_s, stop.why) if stop.hang else self._stop(now_s, signal.SIGTERM, stop.why)
+        if stop.hang:
+            return self._stop_hung(now_s, stop.why, stop.native)
+        return self._stop(now_s, signal.SIGTERM, stop.why)
 
     def _stepped(self, now_s: float, event: Stepped) -> list[Action]:
         assert self.world is not None
@@ -296,21 +300,23 @@ class Node(Standing):
             return []  # it may be waiting for another node, which nobody could tell us, and nobody could cure it now
         if self.hang_mode is not Mode.RESTART:
             text = f"rank {rank} may hang: {event.headline}; --hang-detection={self.hang_mode} lets it be"
-            return [Told(text), DumpStacks(event.generation)]
+            return [Told(text), DumpStacks(event.generation, native=True)]
         cause = Cause(Kind.HANG, event.headline, event.hang.since_s, rank=rank, detected_at_s=now_s)
         self.causes += (cause,)
         self.failing = f"rank {rank} hangs: {event.headline}"
-        telling = self._tell(protocol.Failing(event.generation, self.failing, hang=True))
-        return telling + self._stop_hung(now_s, self.failing)
+        native = now_s - event.hang.since_s >= NATIVE_S
+        telling = self._tell(protocol.Failing(event.generation, self.failing, hang=True, native=native))
+        return telling + self._stop_hung(now_s, self.failing, native)
 
-    def _stop_hung(self, now_s: float, why: str) -> list[Action]:
+    def _stop_hung(self, now_s: float, why: str, native: bool) -> list[Action]:
         """What the ranks are doing is written down before they are ended: nobody can ask them afterwards."""
         assert self.world is not None
         self.phase = Phase.STOPPING
         self.stop_sent_at_s = now_s
         self.hung = self.dumping = True
         self.failing = self.failing or why
-        return [DumpStacks(self.world.generation), Timer("dump", self.world.generation, DUMP_S)]
+        generation = self.world.generation
+        return [DumpStacks(generation, native=native), Timer("dump", generation, DUMP_S)]
 
     def _dumped(self, event: Dumped) -> list[Action]:
         if event.show is not None:

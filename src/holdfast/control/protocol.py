@@ -107,6 +107,7 @@ class Failing(Message, frozen=True):
     generation: int
     why: str
     hang: bool = False
+    native: bool = False  # the hang cost so much already that C frames, where they can be had, are worth a second
 
 
 class Down(Message, frozen=True):
@@ -229,6 +230,7 @@ class Stop(Message, frozen=True):
     generation: int
     why: str
     hang: bool = False
+    native: bool = False
 
 
 class Show(Message, frozen=True):

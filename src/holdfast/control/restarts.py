@@ -61,10 +61,10 @@ class History(msgspec.Struct, frozen=True):
     def _stalled(self, failure: Failure) -> int:
         """A world that resumed has to get past where an earlier one was; one that began anew has to take a step. Where
         steps cannot be seen, nothing is known, and a node's arrival is nobody's failure."""
-        if failure.steps is None or failure.kind is Kind.MEMBERSHIP:
-            return self.stalled
         if failure.steps and (not failure.base or failure.base + failure.steps > self.reached):
             return 0
+        if failure.steps is None or failure.kind is Kind.MEMBERSHIP:
+            return self.stalled
         return self.stalled + 1 if self.spent else 0
 
     def charged(self) -> History:

@@ -291,8 +291,9 @@ class Agent(Process):
         if self.watch.rules.mode is Mode.OFF:
             return
         now_s = self.host.clock_s()
-        self.watch.late(now_s, now_s - self._wake_s)
-        rank = next(iter(group.hung), next(iter(group.alive)))
+        # A rank that has poked was alive then. If that is long ago, it is this agent that has slept.
+        self.watch.late(now_s, now_s - (group.sign_s if due_s is None else self._wake_s))
+        rank = next((rank for rank in group.alive if rank in group.hung), next(iter(group.alive)))
         verdict = self.watch.look(now_s, rank, group.vitals())
         self._wake_s = verdict if isinstance(verdict, float) else now_s + verdict.limit_s
         if self._wake_s < math.inf:
@@ -303,12 +304,13 @@ class Agent(Process):
 
     def _report(self, group: Group, hang: Hang, now_s: float) -> None:
         """Tell the checker what the ranks really did."""
+        group.found_s = min(group.found_s, self.timeline.now_s)
         rules = self.watch.rules
         least_s = max(rules.floor_s, rules.safety_factor * group.gaps_s[hang.phase]) if hang.phase in range(4) else 0.0
         if hang.phase == 0 and rules.first_s is not None:
             least_s = rules.first_s
         awake_s = math.inf
-        if self.host.resumed_s > group.sign_s + hang.limit_s + LATE_S + 0.2:
+        if self.host.resumed_s > hang.since_s + hang.limit_s + LATE_S + 0.2:
             awake_s = now_s - self.host.resumed_s
         self.sim.checker.saw(
             self.timeline.now_s,

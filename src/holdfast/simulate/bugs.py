@@ -10,9 +10,10 @@ from unittest import mock
 
 import msgspec
 
-from holdfast.control import acts, forming, membership, orders, protocol
+from holdfast.control import acts, causes, forming, membership, orders, protocol
 from holdfast.control.coordinator import Coordinator
 from holdfast.control.forming import Phase
+from holdfast.control.hangs import Rules, Watch
 from holdfast.control.node import Node
 from holdfast.control.quarantine import Quarantine
 from holdfast.control.restarts import History
@@ -307,6 +308,105 @@ def too_many_nodes() -> Any:
     return mock.patch.object(forming, "choose", lambda settings, available, previous: list(available))
 
 
+def hang_ignored() -> Any:
+    """A monitor's verdict leads to nothing."""
+    return mock.patch.object(Node, "_hung", lambda self, now_s, event: [])
+
+
+def dump_awaited() -> Any:
+    """A hung world is not stopped before its stacks are written, however long that takes."""
+
+    def make(real: Any) -> Any:
+        def timer_fired(self: Node, now_s: float, timer: acts.TimerFired) -> Any:
+            return [] if timer.name == "dump" else real(self, now_s, timer)
+
+        return timer_fired
+
+    return _instead(Node, "_timer_fired", make)
+
+
+def sleep_blamed() -> Any:
+    """Ranks are blamed for the time in which their machine slept."""
+    return mock.patch.object(Watch, "late", lambda self, now_s, by_s: None)
+
+
+def short_limit() -> Any:
+    """The longest gap is the limit."""
+
+    def make(real: Any) -> Any:
+        def limit_s(self: Rules, *args: Any) -> float:
+            return float(real(msgspec.structs.replace(self, safety_factor=1.0), *args))
+
+        return limit_s
+
+    return _instead(Rules, "limit_s", make)
+
+
+def waiting_blamed() -> Any:
+    """The ranks that wait in a collective are suspected, not those that they wait for."""
+
+    def suspects(groups: Any) -> Any:
+        return tuple(rank for group in groups if group.collective for rank in group.ranks)
+
+    return mock.patch.object(causes, "suspects", suspects)
+
+
+def exclusion_forgotten() -> Any:
+    """A new coordinator does not know who is excluded."""
+    return mock.patch.object(Quarantine, "restore", lambda self, held, now_s: None)
+
+
+def excluded_until_its_next_agent() -> Any:
+    """The same machine comes back under a new agent, and is taken."""
+
+    def make(real: Any) -> Any:
+        def hello(self: Coordinator, now_s: float, node: str, message: Any) -> Any:
+            if node not in self.members and message.generation < 0:
+                self.quarantine.lift(message.host)
+            return real(self, now_s, node, message)
+
+        return hello
+
+    return _instead(Coordinator, "_hello", make)
+
+
+def end_not_written() -> Any:
+    """That a rank has asked to end the job is not taken up by a next coordinator."""
+
+    def make(real: Any) -> Any:
+        def begin(self: Coordinator, now_s: float) -> Any:
+            if self.record is not None:
+                self.record = msgspec.structs.replace(self.record, ending=None)
+            return real(self, now_s)
+
+        return begin
+
+    return _instead(Coordinator, "begin", make)
+
+
+def end_as_a_failure() -> Any:
+    """A world that a rank has asked to end is restarted like any other."""
+
+    def make(real: Any) -> Any:
+        def settle(self: Coordinator, now_s: float) -> Any:
+            self.ending = None
+            return real(self, now_s)
+
+        return settle
+
+    return _instead(Coordinator, "_settle", make)
+
+
+def progress_ignored() -> Any:
+    """However often a world gets nowhere, another follows."""
+    return mock.patch.object(History, "_stalled", lambda self, failure: 0)
+
+
+def progress_not_seen() -> Any:
+    """Every failure counts as one that got no further."""
+    return mock.patch.object(History, "_stalled", lambda self, failure: self.stalled + 1)
+
+
 def none() -> Any:
     """No bug at all."""
     return contextlib.nullcontext()
@@ -319,7 +419,9 @@ BUGS: dict[str, Bug] = {
         generation_forgotten, sent_before_written, not_fenced, old_ranks_kept, not_all_down, wrong_rank_order,
         restart_counts_differ, silence_not_noticed, incident_left_open, spare_not_released, quarantine_ignored,
         leaver_taken, world_not_confirmed, never_gives_up, launch_without_welcome, ranks_left_behind, cause_forgotten,
-        two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome,
+        two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome, hang_ignored, dump_awaited, sleep_blamed,
+        short_limit, waiting_blamed, exclusion_forgotten, excluded_until_its_next_agent, end_not_written,
+        end_as_a_failure, progress_ignored, progress_not_seen,
     )
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ from holdfast.simulate.observed import (
 WORLDS_PER_MINUTE = 40
 
 
+IDLE = " restarts in a row got no further "
 NEARLY_S = 0.05  # what clocks and timers may be off by
 LATE_S = 2.0  # between a decision and the moment it is seen to be made
 
@@ -85,7 +86,8 @@ class Checker:
         self._silent: dict[int, bool] = {}  # generations that had a verdict
         self._excluded: dict[str, int] = {}  # hosts, and the generation that was the newest then
         self._end_asked = False
-        self._furthest = (-1, 0)  # the generation that got further than any before it, and how far
+        self._furthest = 0
+        self._advanced: dict[int, bool] = {}  # generations that got further than any before
         self._no_step = 0  # restarts in a row without one
         self._handlers = {
             Launched: self._launched,
@@ -232,8 +234,9 @@ class Checker:
     def _stepped(self, at_s: float, event: Stepped) -> None:
         self.steps += 1
         self._in_order(event.generation, event.step, "does")
-        if event.step > self._furthest[1]:
-            self._furthest = (event.generation, event.step)
+        if event.step > self._furthest:
+            self._furthest = event.step
+            self._advanced[event.generation] = True
 
     def _committed_(self, at_s: float, event: Committed) -> None:
         self._in_order(event.generation, event.step, "commits")
@@ -288,12 +291,10 @@ class Checker:
     def _progress(self, incident: Incident) -> None:
         """Worlds without a step may follow each other only so often."""
         plan = self.worlds.get(incident.generation)
-        if incident.kind is Kind.MEMBERSHIP or incident.steps is None or plan is None:
-            return
         if incident.steps or not incident.restarted:
             self._no_step = 0
-        elif plan.world.restart_count:
-            self._no_step += 1
+        elif incident.steps is not None and incident.kind is not Kind.MEMBERSHIP and plan is not None:
+            self._no_step += plan.world.restart_count > 0
         if 0 < self.settings.max_no_progress <= self._no_step:
             raise Violation("progress", f"{self._no_step} restarts in a row, and none got a step further")
 
@@ -349,7 +350,8 @@ class Checker:
             self._bygone += [world for plan in self.worlds.values() for _, world in plan.shares.values()]
             self.ended, self.newest, self.restarts, self._given_up = None, -1, 0, {}
             self.worlds, self._coordinators, self.incidents, self._open, self._aside = {}, {}, {}, {}, {}
-            self._last_step = self._furthest = (-1, 0)
+            self._last_step = (-1, 0)
+            self._advanced = {}
             self._excluded, self._hangs, self._silent = {}, {}, {}
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -364,16 +366,27 @@ class Checker:
             raise Violation("requests", f"a rank had asked to end the job, but: {event.reason}")
         if event.kind is Kind.REQUESTED and not self._end_asked:
             raise Violation("requests", f"nobody had asked for it, but: {event.reason}")
-        most, idle = self.settings.max_no_progress, self.newest - self._furthest[0]
-        if " restarts in a row got no further " in event.reason and idle < most:
-            raise Violation("progress", f"{event.reason}, but generation {self._furthest[0]} did; now {self.newest}")
+        if IDLE in event.reason and (idle := self._idle_worlds()) < self.settings.max_no_progress:
+            raise Violation("progress", f"{event.reason}, after {idle}")
         enough = event.fit >= self.settings.min_nodes and not self._aside and not self._excluded
         if event.kind is Kind.LOST_NODE and " nodes came within " in event.reason and enough:
             raise Violation("the end", f"{event.fit} nodes were there, but: {event.reason}")
-        if event.kind is Kind.PREEMPTED and not event.leaving and not event.reason.startswith("no restart:"):
+        gives_up = event.reason.startswith("no restart:") or IDLE in event.reason
+        if event.kind is Kind.PREEMPTED and not event.leaving and not gives_up:
             raise Violation("the end", "nobody was told to stop, but the job was preempted")
         if event.reason.startswith("no restart:") and self.newest + 1 < self.settings.max_restarts:
             raise Violation("the end", f"{event.reason}, after {self.newest + 1} worlds")
+
+    def _idle_worlds(self) -> int:
+        """Worlds in a row that got no further, as far as a coordinator can know of their steps."""
+        idle = 0
+        for generation, plan in reversed(self.worlds.items()):
+            if plan.incident is None or plan.incident.steps is None:
+                continue
+            if generation in self._advanced:
+                break
+            idle += 1
+        return idle
 
     def _finished(self, at_s: float, event: Finished) -> None:
         if event.live_ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class Group:
         self.hangs_at: str = ""  # what one of them will not get through: start, first step, or end
         self.started = False
         self.phase = STARTING
+        self.found_s = math.inf  # when it was first found to hang, in real time
         self.sign_s = agent.host.clock_s()  # the last sign of life, on the host's clock
         self.gaps_s = [0.0, 0.0, 0.0, 0.0]
         self.ensemble: Ensemble | None = None

@@ -101,11 +101,12 @@ class Simulation:
         limit_s = rules.first_s or 0.0
         if group.started:
             limit_s = rules.limit_s(group.phase, agent.watch.gaps_s, agent.watch.learned, True)
-        due_s = since_s + limit_s * 1.01 + LATE_S + DUMP_S + self.scenario.grace_s + 1.0
+        found_s = min(since_s + limit_s * 1.01 + LATE_S, max(since_s, group.found_s))
+        due_s = found_s + DUMP_S + self.scenario.grace_s + 1.0
         if due_s < now_s:
             text = f"rank {rank} of generation {group.world.generation} hangs on {agent.node_id} since {since_s:.1f} s"
             raise Violation("hangs", f"{text}, and its limit was {limit_s:.1f} s")
-        self.timeline.at(due_s + 0.001, self._watch_over, group, rank, since_s)
+        self.timeline.at(min(due_s, now_s + DUMP_S) + 0.001, self._watch_over, group, rank, since_s)
 
     def left(self, agent: Agent) -> None:
         self.agents.remove(agent)

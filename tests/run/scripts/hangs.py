@@ -49,8 +49,10 @@ def sleep(_: Any) -> None:
     time.sleep(LONG_S)
 
 
-def sleep_with_the_gil(_: Any) -> None:
-    ctypes.PyDLL(None).sleep(LONG_S)
+def hold_the_gil(_: Any) -> None:
+    """In a system call that goes on after a signal; C's sleep would not."""
+    empty, _end = os.pipe()
+    ctypes.PyDLL(None).read(empty, ctypes.create_string_buffer(1), 1)
 
 
 def skip_a_collective(_: Any) -> None:

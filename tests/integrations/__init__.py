@@ -1,0 +1,1 @@
+"""Tests with the real frameworks. A package, so that its modules may have their names."""
