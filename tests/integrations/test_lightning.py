@@ -216,5 +216,5 @@ def fit_on_two_ranks(folder: str) -> Any:
 
 
 def test_ranks_under_holdfast_learn_the_same(tmp_path: Path) -> None:
-    learned = {"checkpointing": 30.0, "eval": 30.0}
+    learned = {"checkpointing": 30.0, "eval": 30.0, "step": 30.0}
     assert holdfast.launch(fit_on_two_ranks, (str(tmp_path),), nproc=2, quiet=True) == {0: learned, 1: learned}

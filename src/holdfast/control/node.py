@@ -339,11 +339,12 @@ class Node(Standing):
         return [Agree(heard)] if heard != protocol.Heard(heard.said_s) else []
 
     def _learned(self, state: str) -> list[Action]:
-        """All ranks know it, so one node tells it."""
-        if state == self.learned or len(state) > protocol.MAX_LEARNED:
+        """All ranks know it, so one node tells it. Thousands of sections are too much to tell; they stay here."""
+        if state == self.learned:
             return []
         self.learned = state
-        return self._tell(protocol.Learned(state)) if self.world is not None and self.world.first_rank == 0 else []
+        tells = self.world is not None and self.world.first_rank == 0 and len(state) <= protocol.MAX_LEARNED
+        return self._tell(protocol.Learned(state)) if tells else []
 
     def _asked(self, asked: Asked) -> list[Action]:
         if asked.action == "continue" or (self.request is not None and asked.action != "shutdown"):

@@ -118,7 +118,7 @@ class Standing:
             restarts=self.restarts,
             running=self._running,
             ready=self.helpers,
-            learned=self.learned,
+            learned=self.learned if len(self.learned) <= protocol.MAX_LEARNED else "",
             asks=self.request,
             now_s=now_s,
         )

@@ -48,6 +48,7 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     place.take(here)
     reporter = Reporter(here)
     Phases(here.beacon, reporter.first_step).install()
+    here.beacon.enter(Phase.STARTING)  # the agent may not have known yet that there is somebody to watch
     if here.beacon.has_lease:
         _keep_to_lease(here.beacon)
     try:
