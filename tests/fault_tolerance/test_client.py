@@ -264,6 +264,38 @@ def test_after_shutdown_nothing_is_left_to_be_held_to(make_rank: MakeRank) -> No
     assert [section.slot for section in rank.vitals().sections] == [0]
 
 
+def test_a_client_that_nobody_has_any_more_holds_nobody_to_anything(rank: Rank) -> None:
+    client = started()
+    client.send_heartbeat()
+    del client
+    assert (rank.vitals().client_s, rank.vitals().heartbeat_s) == (0.0, 0.0)
+    started()
+
+
+def test_threads_that_name_sections_at_once_get_different_ones(rank: Rank) -> None:
+    client = started()
+    threads = [threading.Thread(target=_name, args=(client, letter)) for letter in "abcd"]
+    for thread in threads:
+        thread.start()
+    told: list[str] = []
+    slots: list[int] = []
+    while len(told) < 400:
+        for report in rank.reports():
+            assert isinstance(report, messages.Sections)
+            told += report.names
+            slots.append(report.slot)
+    for thread in threads:
+        thread.join()
+    assert slots == list(range(400))
+    assert {name: beacon.SECTIONS + 2 * slot for slot, name in enumerate(told)} == client._index
+
+
+def _name(client: RankMonitorClient, letter: str) -> None:
+    for number in range(100):
+        with client.section(f"{letter}{number}"):
+            pass
+
+
 def test_a_child_of_the_rank_is_not_the_rank(rank: Rank) -> None:
     client = started()
     reader, writer = os.pipe()

@@ -191,6 +191,14 @@ def test_what_was_learned_is_kept_over_a_second_init(rank: Rank) -> None:
     assert client.hb_timeouts.subsequent == 10.0
 
 
+def test_a_corrupt_page_is_told_before_anything_is_loaded(rank: Rank) -> None:
+    client = started()
+    rank.place.beacon.words[0] = 0
+    with pytest.raises(RankMonitorClientError, match="corrupt"):
+        client.load_state_dict(THEIRS)
+    assert client.state_dict() == {"current_timeouts": {}}
+
+
 def heartbeat(**values: Any) -> dict[str, Any]:
     return {"current_timeouts": {"heartbeat": {"initial": 5.0, "subsequent": 5.0, "were_calculated": True, **values}}}
 

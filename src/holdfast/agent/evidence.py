@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable
+
+import msgspec
 
 from holdfast.agent import dumps
 from holdfast.agent.doorbell import Taken
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.world import RunningWorld
 from holdfast.control import acts, protocol, stacks
+from holdfast.wire import channel
 
 # Nodes that have not answered by then are named as missing.
 ANSWER_S = 8.0
@@ -25,6 +29,7 @@ class Evidence:
         self._one = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = itertools.count(1)
+        self._visitor = itertools.count(1)
         self._visits: dict[int, Visit] = {}
         self.folder = ""  # of the last dump
 
@@ -40,13 +45,21 @@ class Evidence:
             if running is not None and running.world.generation == wanted.generation:
                 name = f"{next(self._number):04}_generation_{wanted.generation}"
                 folder = self._run_dir.join("stacks", name)
-                groups = stacks.group(await dumps.take(running.targets(), folder, wanted.native))
+                groups = await self._take(running.targets(), folder, wanted.native)
                 self.folder = folder or ""
         self._post(acts.Dumped(wanted.generation, groups, wanted.show))
 
+    async def _take(self, targets: list[dumps.Target], folder: str | None, native: bool) -> tuple[stacks.Group, ...]:
+        """With descriptors of its own: the world may end meanwhile, and its descriptors be another's."""
+        own = [msgspec.structs.replace(one, fd=os.dup(one.fd) if one.fd >= 0 else -1) for one in targets]
+        try:
+            return stacks.group(await dumps.take(own, folder, native))
+        finally:
+            channel.close_all([one.fd for one in own if one.fd >= 0])
+
     async def peek(self) -> Taken:
         """What all ranks of the job are doing, of all nodes."""
-        number = next(self._number)
+        number = next(self._visitor)
         visit = self._visits[number] = Visit()
         self._post(acts.PeekAsked(number))
         try:

@@ -204,6 +204,7 @@ class RunningWorld:
             self._listener.close()
         os.close(self._beacon_fd)
         channel.close_all(list(self._stacks.values()))
+        self._pids.clear()  # nobody is left to be asked
         for output in self._outputs.values():
             output.close()
 

@@ -146,25 +146,24 @@ def blame(causes: Sequence[Cause]) -> Blame:
 
 
 def explained(causes: Sequence[Cause], groups: Sequence[Group]) -> list[Cause]:
-    """The causes, with what the ranks were doing as evidence for hangs. Whose monitor was first to notice is chance: in
-    a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame."""
-    merged = merge(groups)
-    if not merged:
-        return list(causes)
-    accused = suspects(merged)
-    node = next((group.node for group in groups if accused and accused[0] in group.ranks), "")
-    ranks = sum(group.count for group in merged)
-    found = []
-    for cause in causes:
-        if cause.kind is Kind.HANG and not cause.stuck:
-            changes: dict[str, object] = {"suspects": accused[:MAX_RANKS], "groups": trimmed(merged)}
-            if accused:
-                changes |= {"rank": accused[0], "node": node}
-            elif ranks > 1:
-                changes |= {"rank": None, "node": ""}
-            cause = msgspec.structs.replace(cause, **changes)
-        found.append(cause)
-    return found
+    """The causes, with what the ranks were doing as evidence for a hang. Whose monitor was first to notice is chance:
+    in a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame. However
+    many nodes have noticed, it is one hang."""
+    hangs = [cause for cause in causes if cause.kind is Kind.HANG and not cause.stuck]
+    others = [cause for cause in causes if cause not in hangs]
+    if not hangs:
+        return others
+    hang = min(hangs, key=lambda cause: (cause.failed_at_s, _order(cause)))
+    if merged := merge(groups):
+        accused = suspects(merged)
+        changes: dict[str, object] = {"suspects": accused[:MAX_RANKS], "groups": trimmed(merged)}
+        if accused:
+            node = next((group.node for group in groups if accused[0] in group.ranks), "")
+            changes |= {"rank": accused[0], "node": node}
+        elif sum(group.count for group in merged) > 1:
+            changes |= {"rank": None, "node": ""}
+        hang = msgspec.structs.replace(hang, **changes)
+    return [hang, *others]
 
 
 def _order(cause: Cause) -> tuple[int, str]:

@@ -166,11 +166,11 @@ class Watch:
             return first.since_s + first.limit_s
         if first.phase in (TRAINING, EVALUATING) and (until_s := self._excused(now_s, first, busy())) > now_s:
             return until_s
-        if self.rules.mode is Mode.WARN:
-            if self._told.get(rank) == first.since_s:
-                return now_s + first.limit_s  # once is enough, until it has gone on and hangs again
-            self._told[rank] = first.since_s
-        if first.phase in range(MEASURED):
+        again = self._told.get(rank) == first.since_s
+        self._told[rank] = first.since_s
+        if again and self.rules.mode is Mode.WARN:
+            return now_s + first.limit_s  # once is enough, until it has gone on and hangs again
+        if first.phase in range(MEASURED) and not again:
             # If this was no hang after all, the next world must not be stopped at the same place again.
             gaps = list(self.gaps_s)
             gaps[first.phase] = max(gaps[first.phase], 2 * first.limit_s / self.rules.safety_factor)

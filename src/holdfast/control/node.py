@@ -151,6 +151,8 @@ class Node(Standing):
                 return [Shown(event)]
             case protocol.Over(kind=kind, reason=reason, steps=steps):
                 self.steps = max(self.steps, steps)
+                if self.over is not None and self.over.kind is Kind.LOST_NODE:
+                    self.over = None  # it had given the job up, and now hears how that ended
                 return self._finish_when_down(now_s, Finish(kind, reason), "the job has ended")
             case protocol.Refused(reason=reason):
                 return self._finish_when_down(now_s, Finish(Kind.LAUNCHER, reason), reason)

@@ -109,9 +109,10 @@ class RankMonitorClient(Signs):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before or after init. It replaces what was learned; what the state does not have is kept."""
         loaded = parse(state)
-        self._learned = loaded.over(self._learned)
-        if self._words_are_ours:
+        if self.is_initialized:
             self._is_fit()
+        self._learned = loaded.over(self._learned)
+        if self.is_initialized:
             self._set_limits()
             self._poke()
 

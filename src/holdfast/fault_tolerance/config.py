@@ -95,7 +95,7 @@ class FaultToleranceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     initial_rank_heartbeat_timeout: float | UnsetType | None = UNSET
     rank_heartbeat_timeout: float | None = None
-    rank_section_timeouts: dict[str, float | None] = {}
+    rank_section_timeouts: Mapping[str, float | None] = {}
     rank_out_of_section_timeout: float | None = None
     safety_factor: float = 5.0
     rank_termination_signal: signal.Signals = signal.SIGKILL

@@ -6,6 +6,7 @@ page, whose marks are not there, so that the fast path has to ask for nothing el
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -141,6 +142,11 @@ class Monitoring:
             times[HEARTBEAT_AT] = 0.0
         self._opened = {}
         self._poke()
+
+    def __del__(self) -> None:
+        # Nobody can send a heartbeat any more, so nobody may be held to one.
+        with contextlib.suppress(Exception):
+            self.shutdown_workload_monitoring()
 
     def _detach(self, why: str) -> None:
         self._words, self._times, self._why_not = _NO_WORDS, _NO_TIMES, why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ NAMES_IN_A_MESSAGE = 1000
 CHARS_IN_A_MESSAGE = 30_000
 
 _tables: WeakKeyDictionary[Place, dict[str, int]] = WeakKeyDictionary()
+_adding = threading.Lock()
 
 
 def of(place: Place) -> dict[str, int]:
@@ -25,14 +27,15 @@ def of(place: Place) -> dict[str, int]:
 def add(place: Place, names: Iterable[str]) -> None:
     """The agent knows a name before its section can be open."""
     table = of(place)
-    new = [check_name(name) for name in dict.fromkeys(names) if name not in table]
-    if len(table) + len(new) > MAX_SECTIONS:
-        raise RankMonitorClientError(f"more than {MAX_SECTIONS} different sections; give sections fixed names")
-    for part in _parts(new):
-        first = len(table)
-        place.report(messages.Sections(place.rank, place.generation, first, tuple(part)))
-        table.update({name: SECTIONS + 2 * slot for slot, name in enumerate(part, first)})
-    place.beacon.words[KNOWN] = len(table)
+    with _adding:
+        new = [check_name(name) for name in dict.fromkeys(names) if name not in table]
+        if len(table) + len(new) > MAX_SECTIONS:
+            raise RankMonitorClientError(f"more than {MAX_SECTIONS} different sections; give sections fixed names")
+        for part in _parts(new):
+            first = len(table)
+            place.report(messages.Sections(place.rank, place.generation, first, tuple(part)))
+            place.beacon.words[KNOWN] = first + len(part)
+            table.update({name: SECTIONS + 2 * slot for slot, name in enumerate(part, first)})
 
 
 def _parts(names: list[str]) -> Iterable[list[str]]:

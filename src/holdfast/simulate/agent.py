@@ -46,6 +46,7 @@ class Agent(Process):
         self.server: Server | None = None
         self.group: Group | None = None
         self.groups: list[Group] = []
+        self.contact_s = 0.0  # when it last found a coordinator, in real time
         self.hangs_next = ""  # what a rank of its next world will not get through
         self.watch = Watch(sim.scenario.hang_rules)
         self._wake_s = math.inf  # when it looks at its ranks next
@@ -209,6 +210,8 @@ class Agent(Process):
         self._feeding = True
         while self._events and self.alive:
             event = self._events.popleft()
+            if isinstance(event, acts.Contact):
+                self.contact_s = self.timeline.now_s
             if isinstance(event, NOTED):
                 self.timeline.note(self.node_id, event)
             self._execute(self.machine.handle(self.host.clock_s(), event))
@@ -304,7 +307,8 @@ class Agent(Process):
 
     def _report(self, group: Group, hang: Hang, now_s: float) -> None:
         """Tell the checker what the ranks really did."""
-        group.found_s = min(group.found_s, self.timeline.now_s)
+        if self.machine.contact:
+            group.found_s = min(group.found_s, self.timeline.now_s)
         rules = self.watch.rules
         least_s = max(rules.floor_s, rules.safety_factor * group.gaps_s[hang.phase]) if hang.phase in range(4) else 0.0
         if hang.phase == 0 and rules.first_s is not None:

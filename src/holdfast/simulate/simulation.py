@@ -93,11 +93,13 @@ class Simulation:
             self._watch_over(group, rank, self.timeline.now_s)
 
     def _watch_over(self, group: Group, rank: int, since_s: float) -> None:
-        """A rank that hangs must be gone in time, as long as its agent lives and runs; no coordinator is needed."""
+        """A rank that hangs must be gone in time, as long as its agent lives, runs, and has a coordinator."""
         agent, now_s, rules = group.agent, self.timeline.now_s, self.scenario.hang_rules
         if rank not in group.alive or rank in group.stuck or not agent.alive or agent.finished is not None:
             return
-        since_s = now_s if agent.frozen or agent.host.frozen else max(since_s, agent.host.disturbed_s)
+        if agent.frozen or agent.host.frozen or not agent.machine.contact:
+            since_s = now_s
+        since_s = max(since_s, agent.host.disturbed_s, agent.contact_s)
         limit_s = rules.first_s or 0.0
         if group.started:
             limit_s = rules.limit_s(group.phase, agent.watch.gaps_s, agent.watch.learned, True)

@@ -59,11 +59,13 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         errors.show(interrupt)
         raise SystemExit(128 + signal.SIGINT) from None
     except BaseException as failure:
-        reporter.raised(failure)
+        if place.current() is here:
+            reporter.raised(failure)
         errors.show(failure)
         raise SystemExit(1) from None
     finally:
-        here.beacon.enter(Phase.ENDING)
+        if place.current() is here:  # and not a fork of the program's own that has come to its end
+            here.beacon.enter(Phase.ENDING)
     raise SystemExit(0)
 
 
