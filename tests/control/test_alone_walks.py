@@ -13,13 +13,18 @@ from stories import every
 
 from holdfast.control import acts
 from holdfast.control.acts import (
+    Asked,
     Closed,
+    Dumped,
+    DumpStacks,
     Exited,
     Finish,
     HelpersLost,
     HelpersReady,
+    Hung,
     KeeperLost,
     Opened,
+    PeekAsked,
     PrepareHelpers,
     Run,
     Started,
@@ -28,11 +33,14 @@ from holdfast.control.acts import (
     TimerFired,
 )
 from holdfast.control.causes import Kind, RankExit
+from holdfast.control.hangs import Hang
+from holdfast.control.stacks import Group
 from holdfast.control.standing import Phase
 from holdfast.wire.messages import Raised
 
 A = TypeVar("A")
 
+ACTIONS = ("continue", "exclude-node", "shutdown")
 WALKS = 1500
 EVENTS = 60
 
@@ -49,6 +57,7 @@ class Walk:
         self._unstepped: set[int] = set()
         self._unstarted = False
         self._helpers_starting = True
+        self._dumps: list[Queued] = []
         self._generation = -1
         self._steps: dict[int, int] = {}  # by generation
         self.overlaps: list[Run] = []
@@ -83,6 +92,9 @@ class Walk:
                     self._live = set(range(self._ranks))
                     self._unstepped = set(self._live)
                     self._unstarted = True
+                case DumpStacks(generation=generation, show=show):
+                    places = tuple(Group((rank,), 1, "train.py:7 step") for rank in sorted(self._live))
+                    self._dumps.append(Dumped(generation, places, show))
 
     def _some_event(self) -> Queued:
         choices = list(self._possible())
@@ -98,6 +110,11 @@ class Walk:
         if self._live:
             yield 1.0 * len(self._live), self._end_a_rank
             yield 0.1, lambda: KeeperLost(generation)
+            yield 0.2, self._hang
+            yield 0.05, lambda: Asked(generation, min(self._live), self._random.choice(ACTIONS), "ECC errors")
+        if self._dumps:
+            yield 3.0, lambda: self._dumps.pop(self._random.randrange(len(self._dumps)))
+        yield 0.1, lambda: PeekAsked(1)
         if self._unstarted:
             yield 2.0, self._start
         if self._live & self._unstepped:
@@ -106,6 +123,11 @@ class Walk:
             yield 0.5, lambda: timers.pop(self._random.randrange(len(timers)))
         if generation > 0:
             yield 0.3, self._old_news
+
+    def _hang(self) -> Queued:
+        rank = self._random.choice(sorted(self._live))
+        hang = Hang(rank, "no step", self.job.now_s - 31.0, 30.0, phase=1)
+        return Hung(self._generation, hang, hang.headline(self.job.now_s))
 
     def _lose_helpers(self) -> Queued:
         self._live.clear()
@@ -148,7 +170,10 @@ class Walk:
             Started(old),
             Stepped(rank, old, self.job.now_s),
             KeeperLost(old),
-            TimerFired(self._random.choice(["grace", "abandon", "contact"]), old),
+            Hung(old, Hang(rank, "no step", 1.0, 30.0), "no step"),
+            Dumped(old, ()),
+            Asked(old, rank, "shutdown", "too late"),
+            TimerFired(self._random.choice(["grace", "abandon", "contact", "dump"]), old),
         ]
         return self._random.choice(news)
 
@@ -167,10 +192,11 @@ def walks() -> list[Walk]:
 def test_walks_visit_every_kind_of_action_and_of_end(walks: list[Walk]) -> None:
     """So that the tests below are about something."""
     seen = {type(action) for walk in walks for action in walk.log}
-    of_a_cluster = {acts.Tell, acts.Lease, acts.HangUp, acts.Told}
+    of_a_cluster = {acts.Tell, acts.Lease, acts.HangUp, acts.Agree}
     assert seen == set(acts.Action.__args__) - of_a_cluster
     ends = {finish.kind for walk in walks for finish in walk.all(Finish)}
-    assert ends >= {None, Kind.ERROR, Kind.BACKEND, Kind.SIGNAL, Kind.LAUNCHER, Kind.PREEMPTED}
+    assert ends >= {None, Kind.ERROR, Kind.BACKEND, Kind.SIGNAL, Kind.LAUNCHER, Kind.PREEMPTED, Kind.HANG}
+    assert ends >= {Kind.REQUESTED, Kind.LOST_NODE}
 
 
 def test_no_walk_charges_more_restarts_than_its_limit(walks: list[Walk]) -> None:

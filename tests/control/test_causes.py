@@ -6,7 +6,18 @@ import signal
 
 import pytest
 
-from holdfast.control.causes import EXIT_CODES, Blame, Cause, Kind, RankExit, blame, signal_name
+from holdfast.control.causes import (
+    EXIT_CODES,
+    EXIT_DO_NOT_REQUEUE,
+    Blame,
+    Cause,
+    Kind,
+    RankExit,
+    blame,
+    explained,
+    signal_name,
+)
+from holdfast.control.stacks import MAX_GROUPS, MAX_RANKS, Group
 from holdfast.wire.messages import Raised
 
 NCCL_SAYS = (
@@ -187,10 +198,61 @@ def test_every_kind_has_an_exit_code_of_its_own_that_no_shell_uses() -> None:
     """But for a change of membership, which ends a job only as a lost node does."""
     assert set(EXIT_CODES) == set(Kind)
     assert EXIT_CODES[Kind.MEMBERSHIP] == EXIT_CODES[Kind.LOST_NODE]
-    assert sorted(set(EXIT_CODES.values())) == list(range(81, 89))
+    assert sorted(set(EXIT_CODES.values())) == [*range(81, 89), EXIT_DO_NOT_REQUEUE]
+    assert EXIT_CODES[Kind.REQUESTED] == EXIT_DO_NOT_REQUEUE == 93
 
 
 def test_a_rank_that_never_had_a_process_is_the_launchers_fault() -> None:
     exit = RankExit(rank=3, pid=0, status=1, at_s=1.0, not_started="Resource temporarily unavailable")
     assert (exit.kind, exit.is_failure) == (Kind.LAUNCHER, True)
     assert exit.headline == "could not be started: Resource temporarily unavailable"
+
+
+# -- hangs ------------------------------------------------------------------------------------------------------------
+
+
+def hang(rank: int, node: str = "a", since_s: float = 5.0) -> Cause:
+    return Cause(Kind.HANG, "no step for 31 s (limit 30 s)", since_s, rank=rank, node=node, detected_at_s=36.0)
+
+
+def waiting(*ranks: int, node: str = "a") -> Group:
+    return Group(ranks, len(ranks), "all_reduce", collective=True, frames=("all_reduce",), node=node)
+
+
+def reading(*ranks: int, node: str = "b") -> Group:
+    return Group(ranks, len(ranks), "data.py:41 read", frames=("data.py:41 read",), node=node)
+
+
+def test_the_rank_that_the_others_wait_for_is_to_blame_not_the_one_whose_monitor_noticed() -> None:
+    [cause] = explained([hang(0)], [waiting(0, 1), waiting(3, node="b"), reading(2)])
+    assert (cause.rank, cause.node, cause.suspects) == (2, "b", (2,))
+    assert [group.ranks for group in cause.groups] == [(0, 1, 3), (2,)]
+    assert (cause.failed_at_s, cause.detected_at_s) == (5.0, 36.0)
+
+
+def test_where_all_wait_for_each_other_nobody_is_to_blame() -> None:
+    [cause] = explained([hang(0)], [waiting(0, 1), waiting(2, 3, node="b")])
+    assert (cause.rank, cause.node, cause.suspects) == (None, "", ())
+
+
+def test_a_hang_whose_stacks_are_not_known_stays_with_whoever_noticed() -> None:
+    assert explained([hang(0)], []) == [hang(0)]
+
+
+def test_a_single_rank_is_its_own_suspect_even_if_it_waits() -> None:
+    [cause] = explained([hang(0)], [waiting(0)])
+    assert (cause.rank, cause.node) == (0, "a")
+
+
+def test_only_hangs_are_explained_by_stacks() -> None:
+    stuck = Cause(Kind.HANG, "rank 1 does not end even by SIGKILL", 9.0, stuck=True)
+    others = [killed(1).cause(), lost("b", 3.0), stuck]
+    assert explained(others, [waiting(0), reading(1)]) == others
+
+
+def test_what_is_known_of_the_stacks_of_a_huge_world_is_bounded() -> None:
+    groups = [Group((rank,), 1, f"train.py:{rank} " + "x" * 900, frames=("y" * 900,) * 8) for rank in range(500)]
+    [cause] = explained([hang(0)], [waiting(1000, 1001), *groups])
+    assert len(cause.groups) == MAX_GROUPS
+    assert len(cause.suspects) == MAX_RANKS
+    assert sum(len(frame) for group in cause.groups for frame in group.frames) < 32_000

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from holdfast.agent.streams import TAIL_LINES
-from holdfast.control import protocol
+from holdfast.control import protocol, stacks
 from holdfast.control.causes import Cause, Kind
 from holdfast.control.incidents import MAX_FOLLOWERS, Follower, Incident
 from holdfast.control.protocol import MAX_CAUSES, MAX_LINE, MAX_TRACEBACK, shifted, trimmed
+from holdfast.control.stacks import MAX_FRAMES, MAX_RANKS, Group
 from holdfast.control.worlds import World
 from holdfast.wire.session import MAX_FRAME_BYTES
 
@@ -21,6 +22,8 @@ INCIDENT = Incident(
     2, 3, Kind.ERROR, "ValueError: bad", "restart 1 of 3", True, 3, "host-b", 103, 1, 12, 60.0, "Traceback ...", ("x",),
     (Follower(1, "closed", "host-a"),), 9.0, 10.0, 11.0, 12.0, 13.0,
 )  # fmt: skip
+
+GROUP = Group((1, 2), 2, "all_reduce", True, ("distributed_c10d.py:9 all_reduce",), "host-b")
 
 TO_COORDINATOR: list[protocol.ToCoordinator] = [
     protocol.Seek("run"),
@@ -34,6 +37,10 @@ TO_COORDINATOR: list[protocol.ToCoordinator] = [
     protocol.Done(3, 12),
     protocol.Ready(29500),
     protocol.Leaving(15),
+    protocol.Learned('{"heartbeat": 3.5}'),
+    protocol.Request(3, 9, "exclude-node", "ECC errors"),
+    protocol.Peek(7),
+    protocol.Shown("n1", 7, 2, "host-b", (GROUP,)),
     protocol.Look("host-b"),
 ]
 TO_AGENT: list[protocol.ToAgent] = [
@@ -50,6 +57,8 @@ TO_AGENT: list[protocol.ToAgent] = [
     protocol.Note("read this"),
     protocol.Opened(INCIDENT, 14.0),
     protocol.Closed(INCIDENT, 14.0),
+    protocol.Show("n1", 7, 2),
+    protocol.Shown("n1", 7, 2, "host-b", (GROUP,)),
     protocol.Over(Kind.ERROR, "no restart", 12),
     protocol.Nodes("run", 1, 3, 1, 3, "running", (protocol.Seen("h", "a", 8, "spare", "why"),), 1, True),
 ]
@@ -107,10 +116,11 @@ def test_an_agent_takes_no_message_that_only_agents_send() -> None:
 
 
 def test_a_beat_and_its_answer_are_small_and_do_not_grow_with_the_job() -> None:
-    young, old = protocol.Beat(0.5), protocol.Beat(1e9 + 0.5, 2**31, 2**40)
+    long = (1e4, 1e4, 1e4, 1e4)
+    young, old = protocol.Beat(0.5), protocol.Beat(1e9 + 0.5, 2**31, 2**40, long, True, 1e4, 1e4)
     assert size(old) - size(young) <= 16
-    assert size(old) < 64
-    assert size(protocol.Heard(0.5)) == size(protocol.Heard(1e9 + 0.5)) < 32
+    assert size(old) < 192
+    assert size(protocol.Heard(0.5)) == size(protocol.Heard(1e9 + 0.5, long, True, 1e4, 1e4)) < 128
 
 
 def a_huge_cause(character: str) -> Cause:
@@ -120,7 +130,9 @@ def a_huge_cause(character: str) -> Cause:
 
 @pytest.mark.parametrize("character", ["x", "é", "字", "🔥"], ids=["1 byte", "2 bytes", "3 bytes", "4 bytes"])
 def test_the_end_of_a_world_fits_into_a_message_however_much_its_ranks_had_to_say(character: str) -> None:
-    down = protocol.Down(3, 1.5, trimmed((a_huge_cause(character),) * 4096), 12)
+    huge = Group(tuple(range(MAX_RANKS)), 9000, character * 500, False, (character * 500,) * MAX_FRAMES, "host-b")
+    groups = stacks.trimmed((huge,) * 500)
+    down = protocol.Down(3, 1.5, trimmed((a_huge_cause(character),) * 4096), 12, groups=groups)
     assert len(down.causes) == MAX_CAUSES
     assert size(down) < MAX_FRAME_BYTES
 
@@ -128,8 +140,10 @@ def test_the_end_of_a_world_fits_into_a_message_however_much_its_ranks_had_to_sa
 def test_an_incident_fits_into_a_message_too() -> None:
     [cause, *_] = trimmed((a_huge_cause("字"),))
     followers = (Follower(1, cause.headline, "host-a"),) * MAX_FOLLOWERS
+    huge = Group(tuple(range(MAX_RANKS)), 9000, "字" * 500, False, ("字" * 500,) * MAX_FRAMES, "host-b")
     incident = msgspec.structs.replace(
         INCIDENT,
+        groups=stacks.trimmed((huge,) * 500),
         headline=cause.headline,
         traceback=cause.traceback,
         stderr_tail=cause.stderr_tail,

@@ -55,6 +55,12 @@ FLAGS_OF_OTHERS = {
     "--gpus-per-node": "sbatch",
     "--cpus-per-task": "sbatch",
     "--signal": "sbatch",
+    "--ft-NAME": "any key of fault tolerance",
+    "--ft-param-NAME": "the same",
+    "--hangs": "bench.hangs",
+    "--peer-hangs": "bench.hangs",
+    "--hours": "bench.soak",
+    "--ranks": "bench.soak",
 }
 
 # What an example only shows: it sets up a checkout or an environment, which tests cannot do in theirs.
@@ -215,4 +221,4 @@ def test_the_readme_is_short() -> None:
 def test_examples_are_found() -> None:
     """Should the finder go blind, nothing would fail."""
     assert {block.language for block in EXAMPLES} == {"bash", "python"}
-    assert {block.document.name for block in EXAMPLES} >= {"run.md", "api.md", "cluster.md"}
+    assert {block.document.name for block in EXAMPLES} >= {"run.md", "api.md", "cluster.md", "hangs.md"}

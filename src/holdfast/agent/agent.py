@@ -304,7 +304,7 @@ class Agent:
         elif running.keeper_gone:
             self._advance(acts.KeeperLost(generation))
 
-    def _from_rank(self, report: messages.Report) -> None:
+    def _from_rank(self, report: messages.Report | None) -> None:
         match report:
             case messages.Stepped(rank=rank, generation=generation, at_s=at_s, modules=modules):
                 self._events.emit("rank.first_step", generation=generation, rank=rank)

@@ -83,9 +83,11 @@ class Monitors:
     def shown(self, shown: protocol.Shown) -> None:
         self._evidence.shown(shown)
 
-    def reported(self, report: messages.Report) -> None:
-        """What ranks say of themselves, and do not leave in their beacons."""
+    def reported(self, report: messages.Report | None) -> None:
+        """What ranks say of themselves, and do not leave in their beacons. None: some may have wanted to poke."""
         match report:
+            case None:
+                self._watching.look_at_all()
             case messages.Poke(rank=rank):
                 self._watching.poked(rank)
             case messages.Sections(rank=rank, slot=slot, names=names):

@@ -49,6 +49,9 @@ class Watching:
         self._pages = {first_rank + slot: page for slot, page in enumerate(pages)}
         self._known, self._said = None, ()
         self._watch.begin(time.monotonic())
+        self.look_at_all()
+
+    def look_at_all(self) -> None:
         for rank in list(self._pages):
             self._look(rank)
         self._sleep()

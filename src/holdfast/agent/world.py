@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -25,6 +26,17 @@ MAX_REPORT_BYTES = 200 * 1024
 KEEPER = -1  # in the place of a local rank
 
 
+def _queue_length() -> int:
+    """How many reports fit into the socket before its writers have to wait."""
+    try:
+        return int(linux.read("/proc/sys/net/unix/max_dgram_qlen"))
+    except (OSError, ValueError):
+        return 1
+
+
+QUEUE_LENGTH = _queue_length()
+
+
 class RunningWorld:
     """Owns everything that ends with its world. The store is kept where `listener` is, on the first of its nodes."""
 
@@ -35,7 +47,7 @@ class RunningWorld:
         loop: asyncio.AbstractEventLoop,
         helpers: Zygotes,
         oom: OomWatch,
-        on_report: Callable[[messages.Report], None],
+        on_report: Callable[[messages.Report | None], None],  # None: a poke may have found no room
         lease_until_s: float = 0.0,
         config: bytes = b"",
     ) -> None:
@@ -210,10 +222,12 @@ class RunningWorld:
 
     def read_reports(self) -> None:
         """Take the ranks' reports. Called also when a rank ends, so that what it said is known before its end is."""
-        while True:
+        for number in itertools.count():
             try:
                 packet = self._reports.recv(MAX_REPORT_BYTES)
             except (BlockingIOError, OSError):
+                if number >= QUEUE_LENGTH:
+                    self._on_report(None)
                 return
             with contextlib.suppress(msgspec.MsgspecError):  # a stray write to an inherited descriptor
                 report = self._decoder.decode(packet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 
 import msgspec
 
@@ -19,20 +20,23 @@ class Place:
         self.generation = generation
         self.slot = slot
         self._fd = report_fd
-        self._socket = _identity(report_fd)
+        self._identity = _identity(report_fd)
+        self._socket = socket.socket(fileno=report_fd)
         self.beacon = Beacon(beacon_fd, slot, generation, self._poke)
 
-    def report(self, report: messages.Report) -> bool:
+    def report(self, report: messages.Report, flags: int = 0) -> bool:
         """Tell the agent. It may be gone, or far behind; neither is a reason to fail a rank. And the program may have
         closed all descriptors it does not know, so that this one is now a file of its own."""
         with contextlib.suppress(OSError):
-            if _identity(self._fd) == self._socket:
-                os.write(self._fd, msgspec.msgpack.encode(report))
+            if _identity(self._fd) == self._identity:
+                self._socket.send(msgspec.msgpack.encode(report), flags)
                 return True
         return False
 
     def _poke(self) -> None:
-        self.report(messages.Poke(self.rank, self.generation))
+        """A rank never waits for its agent here. Where there is no room for this, the agent looks at all ranks once it
+        has read what is there."""
+        self.report(messages.Poke(self.rank, self.generation), socket.MSG_DONTWAIT)
 
 
 _current: Place | None = None

@@ -5,6 +5,7 @@ In the first world rank 1 does what its story is about; other ranks, and all in 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -19,6 +20,7 @@ from holdfast.fault_tolerance import (
     WorkloadAction,
     WorkloadControlRequest,
 )
+from holdfast.worker.beacon import BASE, STEPS
 
 RANK = int(os.environ["RANK"])
 GENERATION = int(os.environ["HOLDFAST_GENERATION"])
@@ -114,6 +116,13 @@ def finishes_early() -> None:
     good(2 * LIMIT_S)
 
 
+def ends_slowly() -> None:
+    """A script that is over sends no heartbeats, and its end may take longer than they may be apart."""
+    good()
+    client.start_section("data")
+    atexit.register(time.sleep, 2 * LIMIT_S)
+
+
 def dies_before_the_first_heartbeat() -> None:
     """Later worlds must be watched as well as the first: the third one hangs."""
     if RANK == 1 and GENERATION < 2:
@@ -179,25 +188,45 @@ def asks(action: str, then: str) -> None:
 # -- writes where it must not -----------------------------------------------------------------------------------------
 
 
-def scribbles(then: str) -> None:
+def scribbles() -> None:
     good()
     if BAD:
-        scribble()
+        scribble(0, 32)  # the rank's fields, but not the agent's
         try:
             client.send_heartbeat()
         except RankMonitorClientError as failure:
             tell(refused=str(failure))
         time.sleep(2 * LIMIT_S)
-    if then == "die" and RANK == 1 and GENERATION < 2:
-        if GENERATION == 1:
-            scribble()
+
+
+def scribbles_and_dies() -> None:
+    """In the first world over all, in the second over what counts its steps; the third and the fourth resume."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([weight])
+    if GENERATION > 1:
+        done = {"step": torch.tensor(100.0 * GENERATION), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+        optimizer.load_state_dict({"state": {0: done}, "param_groups": optimizer.state_dict()["param_groups"]})
+    for _ in range(5):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    if RANK == 1 and GENERATION < 4:
+        if GENERATION == 0:
+            scribble(0, 32)
+        elif GENERATION == 1:
+            scribble(STEPS, 1)
+            scribble(BASE, 1)
         os._exit(3)
+    if GENERATION < 4:
+        time.sleep(LONG_S)
 
 
-def scribble() -> None:
-    """Every byte of the rank's fields, but not the agent's."""
+def scribble(first: int, fields: int) -> None:
     [line] = [line for line in Path("/proc/self/maps").read_text().splitlines() if "holdfast-beacon" in line]
-    ctypes.memset(int(line.partition("-")[0], 16), 0xFF, 8 * 32)
+    ctypes.memset(int(line.partition("-")[0], 16) + 8 * first, 0xFF, 8 * fields)
 
 
 globals()[sys.argv[1]](*sys.argv[2:])
+if sys.argv[1] not in ("ends_slowly", "finishes_early"):
+    client.shutdown_workload_monitoring()
