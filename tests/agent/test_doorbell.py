@@ -15,7 +15,7 @@ from holdfast.agent.doorbell import Answer, Doorbell, Job, NoAnswer, Request, So
 from holdfast.control.stacks import Group
 
 JOB = Job("run-1", os.getpid(), 2, "train.py", 3)
-TAKEN = Taken((Group((0, 1), 2, "all_reduce", True, ("x.py:1 f",)),), (), "/tmp/logs/stacks", 1, ("n1",))
+TAKEN = Taken((Group((0, 1), 2, "all_reduce", True, ("x.py:1 f",)),), (), "/tmp/logs/stacks", 1, 1)
 
 
 async def reply(request: Request) -> Answer:

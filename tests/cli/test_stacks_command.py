@@ -15,7 +15,7 @@ from holdfast.control.stacks import Group
 
 PID = os.getpid()
 GROUPS = (Group((0, 1), 2, "all_reduce", True, ("x.py:1 f",)), Group((2,), 1, "data.py:41 read", False, ("y.py:2 g",)))
-TAKEN = Taken(GROUPS, (2,), "/logs/stacks/0", 2, ("n1",))
+TAKEN = Taken(GROUPS, (2,), "/logs/stacks/0", 2, 1)
 
 
 def run(*argv: str, answer: Answer = TAKEN) -> int:
@@ -46,7 +46,7 @@ def test_it_says_what_the_ranks_do_and_whom_they_wait_for(capsys: pytest.Capture
         "not in a collective: rank 2, likely what the others wait for\n"
         "\nall_reduce: ranks 0, 1\n    x.py:1 f\n"
         "\ndata.py:41 read: rank 2\n    y.py:2 g\n"
-        "\nno answer from n1\n"
+        "\nno answer from 1 of 3 nodes\n"
         "\nmore in /logs/stacks/0\n"
     )
 

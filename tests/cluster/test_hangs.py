@@ -113,21 +113,3 @@ def test_a_shutdown_ends_all_agents(cluster: MakeCluster) -> None:
         assert (incident["kind"], incident["node"], incident["restarted"]) == ("requested", pair.addr(1), False)
         assert "asked to end the job: the disk is on fire" in pair.err(node)
     assert pair.leftovers() == []
-
-
-def test_a_node_that_joins_late_knows_the_learned_limits(cluster: MakeCluster) -> None:
-    """The first world did its first step; a rank of the late node that does not get so far is found by that."""
-    pair = cluster()
-    job = Job(pair, "--hang-floor=0.25", "--ft-safety-factor=20", nnodes="1:2", conf="")
-    job.start(0)
-    job.wait_generation(0, 0)
-    job.start(1)
-    world = job.wait_generation(1, 0, 1)
-    pair.wait_step(node=1, min_step=world[1]["step"] + 1)
-    job.kill_rank(world[1], signal.SIGSTOP)
-    job.wait_generation(2, 0, 1)
-    job.release()
-    assert job.ends(0, 1) == [0, 0]
-    assert [kind for _, _, kind, _ in job.causes(1)] == ["membership", "hang"]
-    assert pair.incidents(1)[1]["node"] == pair.addr(1)
-    assert pair.leftovers() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.control import protocol
 from holdfast.control.acts import Action, Contact, Event, Exited, HelpersLost, HelpersReady, Started, Tell, TimerFired
@@ -28,11 +28,11 @@ def a_world(generation: int = 0, ranks: int = 2, first_rank: int = 0, restarts: 
 class Story:
     """A node and its clock. Every event comes `after_s` the one before; nothing else moves time."""
 
-    def __init__(self, ranks: int = 2, join_timeout_s: float = JOIN_S) -> None:
+    def __init__(self, ranks: int = 2, join_timeout_s: float = JOIN_S, **more: Any) -> None:
         self.now_s = 1000.0
         self.ranks = ranks
         hello = protocol.Hello(protocol.VERSION, "n1", "host1", "10.0.0.1", ranks, 0)
-        self.node = Node(hello, GRACE_S, join_timeout_s, CLOSE_S, BEAT_S)
+        self.node = Node(hello, GRACE_S, join_timeout_s, CLOSE_S, BEAT_S, **more)
         self.log = self.node.begin()
 
     def hears(self, event: Event, after_s: float = 1.0) -> list[Action]:

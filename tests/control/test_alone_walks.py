@@ -253,7 +253,7 @@ def test_in_every_walk_an_incident_promises_a_restart_only_where_the_job_was_not
     for seed, walk in enumerate(walks):
         (finish,) = walk.all(Finish)
         given_up = [closed.incident for closed in walk.all(Closed) if not closed.incident.restarted]
-        if given_up:
+        if given_up and given_up[0].action != "the job ends":  # a rank asked for that, whatever else went wrong
             assert [incident.kind for incident in given_up] == [finish.kind], f"seed {seed}"
 
 

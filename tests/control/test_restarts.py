@@ -23,10 +23,11 @@ def a_failure(
     headline: str = "ValueError: bad",
     where: str = "train.py:7",
     raised: bool = True,
-    steps: int = 0,
+    steps: int | None = 0,
     uptime_s: float = 100.0,
+    base: int = 0,
 ) -> Failure:
-    return Failure(kind, 0, headline, where, raised, steps, uptime_s)
+    return Failure(kind, 0, headline, where, raised, steps, uptime_s, base)
 
 
 def after(failures: list[Failure], limit: int = 10) -> History:
@@ -162,3 +163,52 @@ def test_what_was_given_back_survives_a_failure() -> None:
 def test_a_world_whose_steps_cannot_be_seen_is_taken_for_one_without_any() -> None:
     unseen = Failure(Kind.ERROR, 0, "ValueError: bad", "train.py:7", True, steps=None, uptime_s=1.0)
     assert after([unseen] * 3).same_error_in_a_row == after([unseen] * 3).early_in_a_row == 3
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def stalled_after(*failures: Failure) -> int:
+    """With a restart after each."""
+    history = History(99)
+    for failure in failures:
+        history = history.seen(failure).charged()
+    return history.stalled
+
+
+def test_the_first_world_is_no_restart() -> None:
+    assert stalled_after(a_failure()) == 0
+
+
+def test_worlds_without_a_step_count() -> None:
+    assert stalled_after(a_failure(), a_failure(), a_failure(), a_failure()) == 3
+
+
+def test_a_world_that_resumed_has_to_get_past_the_furthest_step() -> None:
+    first = a_failure(steps=100)
+    again = a_failure(steps=40, base=60)
+    assert stalled_after(first, again, again) == 2
+    assert stalled_after(first, again, a_failure(steps=41, base=60)) == 0
+    assert stalled_after(first, again, a_failure(steps=41, base=60), again) == 1
+
+
+def test_a_world_that_began_from_nothing_has_to_take_a_step() -> None:
+    assert stalled_after(a_failure(steps=100), a_failure(steps=1), a_failure(steps=1)) == 0
+    assert stalled_after(a_failure(steps=100), a_failure(steps=0)) == 1
+
+
+def test_where_steps_cannot_be_seen_nothing_is_known() -> None:
+    unseen = a_failure(steps=None)
+    assert stalled_after(unseen, unseen, unseen) == 0
+    assert stalled_after(a_failure(), a_failure(), unseen, unseen) == 1
+
+
+def test_a_node_that_joins_is_nobodys_failure_but_what_its_world_got_to_counts() -> None:
+    idle, joined = a_failure(), a_failure(kind=Kind.MEMBERSHIP)
+    assert stalled_after(idle, idle, joined, joined) == 1
+    assert stalled_after(idle, idle, a_failure(kind=Kind.MEMBERSHIP, steps=3)) == 0
+
+
+def test_how_far_it_got_is_remembered_over_worlds_that_got_less_far() -> None:
+    history = after([a_failure(steps=5, base=10), a_failure(steps=1, base=10), a_failure(steps=None)])
+    assert history.reached == 15

@@ -14,7 +14,7 @@ MAX_RANKS = 64  # named in a group; more are counted
 MAX_FRAMES = 8  # shown of a group
 MAX_SHOWN = 4  # groups in one line of text
 MAX_GROUPS = 16  # in a message
-MAX_LINE_CHARS = 200  # of a group in one; a generated name can be longer than anybody reads
+MAX_LINE = 200  # of a group in one, in bytes; a generated name can be longer than anybody reads
 MAX_TEXT_CHARS = 1 << 20
 MAX_WORD_CHARS = 500  # as faulthandler has it
 
@@ -187,11 +187,13 @@ def _joined(alike: list[Group]) -> Group:
 def trimmed(groups: Sequence[Group]) -> tuple[Group, ...]:
     """The largest ones, small enough to send."""
     return tuple(
-        msgspec.structs.replace(
-            one, what=one.what[:MAX_LINE_CHARS], frames=tuple(frame[:MAX_LINE_CHARS] for frame in one.frames)
-        )
+        msgspec.structs.replace(one, what=_start(one.what), frames=tuple(map(_start, one.frames)))
         for one in groups[:MAX_GROUPS]
     )
+
+
+def _start(line: str) -> str:
+    return line[:MAX_LINE].encode(errors="replace")[:MAX_LINE].decode(errors="ignore")
 
 
 def suspects(groups: Sequence[Group]) -> tuple[int, ...]:

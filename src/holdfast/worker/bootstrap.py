@@ -44,7 +44,8 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     stacks.install(stacks_fd)
     gc.enable()
     here = Place(request.rank, request.generation, request.slot, report_fd, beacon_fd)
-    os.close(beacon_fd)
+    for fd in (report_fd, beacon_fd):
+        os.close(fd)
     place.take(here)
     reporter = Reporter(here)
     Phases(here.beacon, reporter.first_step).install()

@@ -15,20 +15,21 @@ VARIABLE = "HOLDFAST_PLACE"  # for programs that were started by exec: rank, gen
 
 
 class Place:
+    """The descriptors stay their owner's."""
+
     def __init__(self, rank: int, generation: int, slot: int, report_fd: int, beacon_fd: int) -> None:
         self.rank = rank
         self.generation = generation
         self.slot = slot
-        self._fd = report_fd
+        self._socket = socket.socket(fileno=os.dup(report_fd))
         self._identity = _identity(report_fd)
-        self._socket = socket.socket(fileno=report_fd)
         self.beacon = Beacon(beacon_fd, slot, generation, self._poke)
 
     def report(self, report: messages.Report, flags: int = 0) -> bool:
         """Tell the agent. It may be gone, or far behind; neither is a reason to fail a rank. And the program may have
         closed all descriptors it does not know, so that this one is now a file of its own."""
         with contextlib.suppress(OSError):
-            if _identity(self._fd) == self._identity:
+            if _identity(self._socket.fileno()) == self._identity:
                 self._socket.send(msgspec.msgpack.encode(report), flags)
                 return True
         return False

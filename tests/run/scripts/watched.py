@@ -188,10 +188,10 @@ def asks(action: str, then: str) -> None:
 # -- writes where it must not -----------------------------------------------------------------------------------------
 
 
-def scribbles() -> None:
+def scribbles(byte: str) -> None:
     good()
     if BAD:
-        scribble(0, 32)  # the rank's fields, but not the agent's
+        scribble(0, 32, int(byte))  # the rank's fields, but not the agent's
         try:
             client.send_heartbeat()
         except RankMonitorClientError as failure:
@@ -222,9 +222,9 @@ def scribbles_and_dies() -> None:
         time.sleep(LONG_S)
 
 
-def scribble(first: int, fields: int) -> None:
+def scribble(first: int, fields: int, byte: int = 0xFF) -> None:
     [line] = [line for line in Path("/proc/self/maps").read_text().splitlines() if "holdfast-beacon" in line]
-    ctypes.memset(int(line.partition("-")[0], 16) + 8 * first, 0xFF, 8 * fields)
+    ctypes.memset(int(line.partition("-")[0], 16) + 8 * first, byte, 8 * fields)
 
 
 globals()[sys.argv[1]](*sys.argv[2:])
