@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -46,9 +47,9 @@ def vitals(
     steps: int = STEPS_TO_LEARN,
     trains: bool = True,
     gaps_s: Gaps = (20.0, 4.0, 0.0, 0.0),
-    **more: float | tuple[Section, ...],
+    **more: Any,
 ) -> Vitals:
-    return Vitals(phase, alive_s, steps, trains, gaps_s, **more)  # type: ignore[arg-type]
+    return Vitals(phase, alive_s, steps, trains, gaps_s, **more)
 
 
 def deadline_s(watch: Watch, seen: Vitals | None, now_s: float = BEGAN_S + 1.0) -> float:
@@ -156,7 +157,7 @@ def test_a_rank_that_has_left_no_sign_yet_is_hung_only_by_a_limit_that_was_asked
 # -- what the script says ---------------------------------------------------------------------------------------------
 
 
-def own(**more: float | tuple[Section, ...]) -> Vitals:
+def own(**more: Any) -> Vitals:
     return vitals(client_s=BEGAN_S, **more)
 
 

@@ -138,7 +138,7 @@ def test_continue_changes_nothing(job: Job, then: str) -> None:
 
 @pytest.mark.parametrize("byte", ["255", "0"])
 def test_a_corrupt_page_is_told_once_and_is_no_hang(job: Job, byte: str) -> None:
-    flags = (*BEATS, *SECTIONS, "--ft-initial-rank-heartbeat-timeout=1.5")
+    flags = (*BEATS, *SECTIONS, "--ft-initial-rank-heartbeat-timeout=3")
     assert job.run(WATCHED, "scribbles", byte, flags=flags) == 0
     assert len(job.events("beacon.corrupt")) == 1
     assert job.err.count("the beacon of rank 1 is corrupt") == 1

@@ -167,3 +167,79 @@ def test_worlds_do_not_come_too_fast() -> None:
         for generation in range(60):
             checker.at_s -= 2.0
             checker.launches(generation)
+
+
+# -- hangs, requests and progress -------------------------------------------------------------------------------------
+
+
+def found(silent_s: float = 10.0, awake_s: float = 99.0, limit_s: float = 10.0, least_s: float = 5.0) -> seen.FoundHung:
+    return seen.FoundHung("n0.1", 0, 1, silent_s, awake_s, limit_s, least_s)
+
+
+def a_hang(*suspects: int) -> Incident:
+    return msgspec.structs.replace(incident(1, 0, Kind.HANG, "no step"), suspects=suspects)
+
+
+@pytest.mark.parametrize("wrong", [found(silent_s=9.0), found(awake_s=1.0), found(least_s=11.0)])
+def test_nobody_is_found_hung_too_soon(checker: Told, wrong: seen.FoundHung) -> None:
+    checker.hears(found())
+    breaks(checker, "hangs", wrong)
+
+
+def test_a_hang_needs_a_monitor_that_found_it(checker: Told) -> None:
+    breaks(checker, "hangs", seen.IncidentOpened(0, a_hang()))
+
+
+def test_only_ranks_that_hang_are_suspected(checker: Told) -> None:
+    checker.hears(seen.Hung(0, 1), found(), seen.IncidentOpened(0, a_hang(1)))
+    other = Told()
+    other.launches(0)
+    other.hears(seen.Hung(0, 1), found())
+    breaks(other, "hangs", seen.IncidentOpened(0, a_hang(0, 1)))
+
+
+def test_who_was_to_be_excluded_is_in_no_later_world_unless_it_was_lifted(checker: Told) -> None:
+    checker.hears(seen.Excluded("n1"))
+    breaks(checker, "requests", seen.Launched(0, "n0.1", "n1.2", "n1", world(1, 1)))
+    checker.hears(seen.TakenBack("n1"), seen.Launched(0, "n0.1", "n1.2", "n1", world(2, 1)))
+
+
+def test_after_somebody_asked_for_the_end_there_is_no_world_and_no_other_end(checker: Told) -> None:
+    checker.hears(seen.EndAsked(0))
+    breaks(checker, "requests", seen.Launched(0, "n0.1", "n0.1", "n0", world(1)))
+    breaks(checker, "requests", seen.Ended(0, Kind.SIGNAL, "no restart", 2, False))
+
+
+def test_the_end_is_not_as_asked_where_nobody_asked(checker: Told) -> None:
+    breaks(checker, "requests", seen.Ended(0, Kind.REQUESTED, "rank 1 asked", 2, False))
+
+
+def stuck_at(steps: int, worlds: int, advances: bool = True) -> Told:
+    settings = Settings(min_nodes=1, max_nodes=2, max_restarts=9, max_no_progress=2)
+    checker = Told()
+    Checker.__init__(checker, settings)
+    for generation in range(worlds):
+        checker.launches(generation, restarts=generation)
+        if steps and advances:
+            checker.hears(seen.Stepped(generation, steps + generation))
+        failed = msgspec.structs.replace(incident(generation + 1, generation), steps=steps)
+        checker.hears(seen.IncidentOpened(0, failed), seen.IncidentClosed(0, failed))
+    return checker
+
+
+def test_worlds_without_a_step_do_not_follow_each_other_for_ever() -> None:
+    stuck_at(1, 5)
+    with pytest.raises(Violation, match="2 restarts in a row"):
+        stuck_at(0, 3)
+
+
+def test_a_job_is_not_given_up_while_it_gets_further() -> None:
+    reason = "2 restarts in a row got no further than step 9 (--max-no-progress-restarts sets how many may)"
+    stuck_at(1, 3, advances=False).hears(seen.Ended(0, Kind.SIGNAL, reason, 2, False))
+    breaks(stuck_at(1, 3), "progress", seen.Ended(0, Kind.SIGNAL, reason, 2, False))
+
+
+def test_a_coordinator_that_slept_through_the_end_of_its_job_says_nothing_of_the_next(checker: Told) -> None:
+    checker.hears(seen.Ended(0, None, "", 2, False), seen.Renewed(another_job=True, term=3))
+    checker.hears(seen.IncidentClosed(0, incident(7, 0)), seen.Ended(0, Kind.SIGNAL, "no restart: all", 2, False))
+    assert checker.ended is None

@@ -21,19 +21,18 @@ from holdfast.agent import joining, preflight
 from holdfast.agent.console import Console
 from holdfast.agent.link import Link
 from holdfast.agent.log_plugins import LogPlanner
-from holdfast.agent.logs import Destination, Logs, Plumbing, TorchrunLogs
-from holdfast.agent.memory import OomWatch
+from holdfast.agent.logs import Logs, Plumbing, TorchrunLogs
 from holdfast.agent.monitors import Monitors
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
 from holdfast.agent.rundir import RunDirectory
+from holdfast.agent.stage import Stage
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control import acts, protocol, restarts
 from holdfast.control import node as nodes
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
 from holdfast.control.incidents import Incident
-from holdfast.control.worlds import World
 from holdfast.observe import error_file, torchelastic
 from holdfast.observe.events import Sink
 from holdfast.wire import messages
@@ -79,9 +78,7 @@ class Agent:
         self._link: Link | None = None
         self._inbox: deque[acts.Event] = deque()
         self._acting = False
-        self._lease_until_s = 0.0
-        self._world: RunningWorld | None = None
-        self._destinations: dict[int, Destination] = {}
+        self._stage: Stage | None = None
         self._helpers_ready = False
         self._stop_signal: int | None = None
         self._threads: int | None = None
@@ -96,8 +93,6 @@ class Agent:
         self._finished: asyncio.Future[acts.Finish] = loop.create_future()
         self._ready = asyncio.Event()
         self._stdout, self._stderr = Console(1, loop), Console(2, loop)
-        self._oom = OomWatch()
-        self._listener: socket.socket | None = None  # where this node would keep the next world's store
         adopted = linux.adopt_orphans()
         self._take_signals()
         self._env = self._workers_env()
@@ -108,7 +103,8 @@ class Agent:
         try:
             await self._set_up()
             finish = await self._finished
-            self._close_world()
+            if self._stage is not None:
+                self._stage.clear()
             await self._helpers.stop()
             if self._link is not None:
                 await self._link.close()
@@ -117,12 +113,9 @@ class Agent:
             await self._helpers.stop()
             if self._link is not None:
                 await self._link.close()
-            self._oom.close()
             self._at_end.close()
             linux.adopt_orphans(adopted)
             self._release_signals()
-            if self._listener is not None:
-                self._listener.close()
             self._stdout.close()
             self._stderr.close()
 
@@ -140,26 +133,24 @@ class Agent:
 
     async def _set_up(self) -> None:
         options = self._options
-        if options.cluster is None:
-            self._listener = preflight.listen(options.master_addr, options.master_port)
+        listener = preflight.listen(options.master_addr, options.master_port) if options.cluster is None else None
+        self._at_end.callback(lambda: listener.close() if listener is not None else None)
         run_dir = preflight.open_run_directory(options)
         try:
-            await self._begin(options, run_dir)
+            await self._begin(options, run_dir, listener)
         except preflight.Refused:
             run_dir.discard_if_temporary()
             raise
 
-    async def _begin(self, options: Options, run_dir: RunDirectory) -> None:
+    async def _begin(self, options: Options, run_dir: RunDirectory, listener: socket.socket | None) -> None:
         sinks = [*self._sinks]
         if options.event_handler == "console":
             sinks.append(torchelastic.ConsoleSink(options.settings.run_id, options.role, self._stderr.write))
         self._records = Records(run_dir, sinks, self.say)
         self._events = self._records.events
-        self._plumbing = Plumbing(
-            self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters
-        )
+        plumbing = Plumbing(self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters)
         redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks, self.say)
-        self._logs = self._own_logs or TorchrunLogs(*redirected)
+        logs = self._own_logs or TorchrunLogs(*redirected)
         nproc = options.nproc if isinstance(options.nproc, int) else await self._count(options.nproc)
         if options.numa_binding is not None:
             await self._ask("gpu", f"--numa-binding={options.numa_binding}")
@@ -177,6 +168,11 @@ class Agent:
         )
         self._monitors = Monitors(self._loop, options, self._records, self._advance, self.say, nproc)
         self._at_end.callback(self._monitors.close)
+        self._stage = Stage(
+            self._loop, options, self._helpers, self._planner, self._env, self._threads, self._records, plumbing, logs,
+            self._monitors, listener, self._from_rank, self._refuse,
+        )  # fmt: skip
+        self._at_end.callback(self._stage.close)
         self._node = joining.make_node(options, self._id, nproc)
         self._link = link = joining.make_link(options, self._id, self._decide, self._advance, self.say, run_dir)
         for action in self._node.begin():
@@ -184,6 +180,14 @@ class Agent:
         link.start()
         if self._stop_signal is not None:
             self._advance(acts.StopRequested(self._stop_signal))
+
+    @property
+    def _world(self) -> RunningWorld | None:
+        return self._stage.world if self._stage is not None else None
+
+    def _refuse(self, reason: str) -> None:
+        if not self._finished.done():
+            self._finished.set_result(acts.Finish(Kind.LAUNCHER, reason))
 
     def _workers_env(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -224,7 +228,7 @@ class Agent:
         if self._finished.done():
             return
         if isinstance(failure, preflight.Refused):
-            self._finished.set_result(acts.Finish(Kind.LAUNCHER, str(failure)))
+            self._refuse(str(failure))
         else:
             self._finished.set_exception(failure or RuntimeError(context["message"]))
 
@@ -259,8 +263,7 @@ class Agent:
             case messages.NotGrown(refused=refused):
                 self._events.emit("zygote.not_grown", refused=refused)
             case messages.NotReady(reason=reason):
-                if not self._finished.done():
-                    self._finished.set_result(acts.Finish(Kind.LAUNCHER, reason))
+                self._refuse(reason)
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
                     generation = self._world.world.generation
@@ -291,8 +294,8 @@ class Agent:
 
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
-        if self._node is None and not self._finished.done():
-            self._finished.set_result(acts.Finish(Kind.LAUNCHER, f"{what} before any worker started"))
+        if self._node is None:
+            self._refuse(f"{what} before any worker started")
         self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
     def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
@@ -322,11 +325,12 @@ class Agent:
     # -- what is done about it ----------------------------------------------------------------------------------------
 
     def _do(self, action: acts.Action) -> None:
+        assert self._stage is not None
         match action:
             case acts.PrepareHelpers():
                 self._prepare_helpers()
             case acts.Run(world=world, learned=learned):
-                self._run_world(world, learned)
+                self._stage.run(world, learned)
             case acts.DumpStacks():
                 self._monitors.dump(action)
             case acts.Agree(heard=heard):
@@ -340,14 +344,12 @@ class Agent:
             case acts.Timer(name=name, key=key, after_s=after_s):
                 self._loop.call_later(after_s, self._advance, acts.TimerFired(name, key))
             case acts.ClearLeftovers():
-                self._close_world()
+                self._stage.clear()
                 self._helpers.clear_leftovers()
             case acts.Tell(message=message):
                 self._tell(message)
             case acts.Lease(until_s=until_s):
-                self._lease_until_s = until_s
-                if self._world is not None:
-                    self._world.lease(until_s)
+                self._stage.lease(until_s)
             case acts.HangUp(why=why):
                 self._events.emit("coordinator.given_up", why=why)
                 if self._link is not None:
@@ -365,26 +367,22 @@ class Agent:
 
     def _tell(self, message: protocol.ToCoordinator) -> None:
         """Fill in what only the shell knows, and send."""
-        assert self._link is not None
+        assert self._link is not None and self._stage is not None
+        addr = self._link.addr
         match message:
             case protocol.Hello():
                 if self._options.cluster is not None:
                     self._events.emit("node.hello", addr=self._link.addr, generation=message.generation)
-                message = msgspec.structs.replace(message, addr=self._link.addr, store_port=self._store_port())
+                message = msgspec.structs.replace(
+                    message, addr=self._link.addr, store_port=self._stage.store_port(addr)
+                )
             case protocol.Down() | protocol.Ready():
-                message = msgspec.structs.replace(message, store_port=self._store_port())
+                message = msgspec.structs.replace(message, store_port=self._stage.store_port(addr))
             case protocol.Beat():
                 steps = self._world.steps() if self._world is not None else None
                 message = msgspec.structs.replace(message, steps=steps if steps is not None else -1)
                 message = self._monitors.filled(message)
         self._link.tell(message)
-
-    def _store_port(self) -> int:
-        """The port of the store that a next world would have here. Bound ahead, so that it can be told."""
-        if self._listener is None:
-            assert self._link is not None
-            self._listener = preflight.listen(self._link.addr, self._options.master_port)
-        return int(self._listener.getsockname()[1])
 
     def _prepare_helpers(self) -> None:
         if self._helpers_ready:
@@ -393,69 +391,16 @@ class Agent:
             self._learned = False
             self._helpers.start()
 
-    def _run_world(self, world: World, learned: str) -> None:
-        self._close_world()
-        self._events.emit(
-            "world.launched",
-            generation=world.generation,
-            size=world.size,
-            restarts=world.restart_count,
-            first_rank=world.first_rank,
-            group_rank=world.group_rank,
-            group_size=world.group_size,
-            master=f"{world.master_addr}:{world.master_port}",
-        )
-        listener: socket.socket | None = None
-        if world.group_rank == 0:
-            listener, self._listener = self._listener, None
-        self._world = running = RunningWorld(
-            world, listener, self._loop, self._helpers, self._oom, self._from_rank, self._lease_until_s,
-            self._options.ranks_config(learned),
-        )  # fmt: skip
-        self._monitors.begin(running)
-        if self._options.logs_plugin is None:
-            self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
-        else:
-            self._planning = self._loop.create_task(self._start_ranks_as_planned(running))
-            self._planning.add_done_callback(lambda task: task.result())
-
-    def _start_ranks(self, running: RunningWorld, destinations: dict[int, Destination], filtered: str = "") -> None:
-        self._destinations = destinations
-        folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
-        running.launch(self._options, self._env, destinations, self._plumbing, folder, self._threads)
-
-    async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
-        try:
-            plan = await self._planner.plan(running.world, self._env)
-        except preflight.Refused as refusal:
-            self._finished.set_result(acts.Finish(Kind.LAUNCHER, str(refusal)))
-            return
-        self._start_ranks(running, plan.destinations, plan.filtered_dir)
-
-    def _close_world(self) -> None:
-        if self._world is not None:
-            self._monitors.end()
-            self._world.close(free_port=bool(self._options.master_port))
-            self._plumbing.end_world()
-            self._world = None
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _conclude(self, finish: acts.Finish) -> Result:
         """Everything is down: tell how it went."""
         steps = self._node.steps if self._node is not None else 0
         last = self._records.conclude(finish.kind, finish.reason, steps)
-        if last is not None:
-            error_file.forward(self._error_file_of(last.rank), last.status)
+        if last is not None and self._stage is not None:
+            world = self._node.world if self._node is not None else None
+            path = self._stage.error_file_of(last.rank, world.first_rank if world is not None else 0)
+            error_file.forward(path, last.status)
         exits = self._node.exits if self._node is not None else ()
         incidents = tuple(self._records.incidents)
         return Result(finish.kind, finish.reason, incidents, exits, self._records.run_dir.path)
-
-    def _error_file_of(self, rank: int | None) -> str:
-        """Where the rank left its error, if it was one of this node's."""
-        first = self._node.world.first_rank if self._node is not None and self._node.world is not None else 0
-        return (
-            self._destinations[rank - first].error_file
-            if rank is not None and rank - first in self._destinations
-            else ""
-        )

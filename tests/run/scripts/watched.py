@@ -196,7 +196,7 @@ def scribbles(byte: str) -> None:
             client.send_heartbeat()
         except RankMonitorClientError as failure:
             tell(refused=str(failure))
-        time.sleep(2 * LIMIT_S)
+        time.sleep(4 * LIMIT_S)
 
 
 def scribbles_and_dies() -> None:

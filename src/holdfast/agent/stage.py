@@ -1,0 +1,131 @@
+"""Where worlds run on this node, one after the other: each with ranks, streams, beacons and a store of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+
+from holdfast.agent import preflight
+from holdfast.agent.log_plugins import LogPlanner
+from holdfast.agent.logs import Destination, Logs, Plumbing
+from holdfast.agent.memory import OomWatch
+from holdfast.agent.monitors import Monitors
+from holdfast.agent.options import Options
+from holdfast.agent.records import Records
+from holdfast.agent.world import RunningWorld
+from holdfast.agent.zygotes import Zygotes
+from holdfast.control.worlds import World
+from holdfast.wire import messages
+
+
+class Stage:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: Options,
+        helpers: Zygotes,
+        planner: LogPlanner,
+        env: Mapping[str, str],
+        threads: int | None,
+        records: Records,
+        plumbing: Plumbing,
+        logs: Logs,
+        monitors: Monitors,
+        listener: socket.socket | None,
+        on_report: Callable[[messages.Report | None], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._options = options
+        self._helpers = helpers
+        self._planner = planner
+        self._env = env
+        self._threads = threads
+        self._records = records
+        self._plumbing = plumbing
+        self._logs = logs
+        self._monitors = monitors
+        self._listener = listener  # where this node would keep the next world's store
+        self._on_report = on_report
+        self._on_refused = on_refused
+        self._oom = OomWatch()
+        self._lease_until_s = 0.0
+        self._destinations: dict[int, Destination] = {}
+        self.world: RunningWorld | None = None
+
+    def run(self, world: World, learned: str) -> None:
+        """Start the ranks of a world, with the timeouts that earlier ones have agreed on."""
+        self.clear()
+        self._records.events.emit(
+            "world.launched",
+            generation=world.generation,
+            size=world.size,
+            restarts=world.restart_count,
+            first_rank=world.first_rank,
+            group_rank=world.group_rank,
+            group_size=world.group_size,
+            master=f"{world.master_addr}:{world.master_port}",
+        )
+        listener: socket.socket | None = None
+        if world.group_rank == 0:
+            listener, self._listener = self._listener, None
+        self.world = running = RunningWorld(
+            world,
+            listener,
+            self._loop,
+            self._helpers,
+            self._oom,
+            self._on_report,
+            self._lease_until_s,
+            self._options.ranks_config(learned),
+        )
+        self._monitors.begin(running)
+        if self._options.logs_plugin is None:
+            self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
+        else:
+            self._planning = self._loop.create_task(self._start_ranks_as_planned(running))
+            self._planning.add_done_callback(lambda task: task.result())
+
+    def _start_ranks(self, running: RunningWorld, destinations: dict[int, Destination], filtered: str = "") -> None:
+        self._destinations = destinations
+        folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
+        running.launch(self._options, self._env, destinations, self._plumbing, folder, self._threads)
+
+    async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
+        try:
+            plan = await self._planner.plan(running.world, self._env)
+        except preflight.Refused as refusal:
+            self._on_refused(str(refusal))
+            return
+        self._start_ranks(running, plan.destinations, plan.filtered_dir)
+
+    def lease(self, until_s: float) -> None:
+        """Ranks of this world and the next ones may step until then."""
+        self._lease_until_s = until_s
+        if self.world is not None:
+            self.world.lease(until_s)
+
+    def store_port(self, addr: str) -> int:
+        """The port of the store that a next world would have here. Bound ahead, so that it can be told."""
+        if self._listener is None:
+            self._listener = preflight.listen(addr, self._options.master_port)
+        return int(self._listener.getsockname()[1])
+
+    def error_file_of(self, rank: int | None, first_rank: int) -> str:
+        """Where a rank of the last world left its error, if it was one of this node's."""
+        found = self._destinations.get(rank - first_rank) if rank is not None else None
+        return found.error_file if found is not None else ""
+
+    def clear(self) -> None:
+        """The world's ranks are gone; so goes the rest of it."""
+        if self.world is not None:
+            self._monitors.end()
+            self.world.close(free_port=bool(self._options.master_port))
+            self._plumbing.end_world()
+            self.world = None
+
+    def close(self) -> None:
+        self._oom.close()
+        if self._listener is not None:
+            self._listener.close()
