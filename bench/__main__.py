@@ -1,6 +1,6 @@
 """`make bench`: every benchmark of this machine, one after the other. bench/gpu.py needs a GPU and is run by itself."""
 
-from bench import cluster, joining, recovery, start
+from bench import cluster, hangs, joining, recovery, start
 
 recovery.main()
 print()
@@ -9,3 +9,5 @@ print()
 joining.main()
 print()
 cluster.main()
+print()
+hangs.main()

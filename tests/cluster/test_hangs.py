@@ -1,4 +1,4 @@
-"""Hangs and requests on several nodes: one node's rank hangs, all nodes' ranks are written down, and the job goes on."""
+"""Hangs and requests on several nodes: one rank hangs, all nodes' ranks are written down, and the job goes on."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from holdfast.control.hangs import (
     EVALUATING,
     LATE_S,
     SAVING,
+    SELDOM_FLOORS,
     STARTING,
     STARTING_FLOORS,
     STEPS_TO_LEARN,
@@ -118,6 +119,27 @@ def test_a_first_evaluation_or_save_has_long_and_a_later_one_what_was_learned(ph
     gaps = [20.0, 4.0, 0.0, 0.0]
     gaps[phase] = 30.0
     assert deadline_s(a_watch(), vitals(phase, gaps_s=(gaps[0], gaps[1], gaps[2], gaps[3]))) == FACTOR * 30.0
+
+
+@pytest.mark.parametrize("phase", [EVALUATING, SAVING])
+def test_a_short_evaluation_or_save_says_little_about_a_long_one(phase: int) -> None:
+    gaps = [20.0, 4.0, 0.0, 0.0]
+    gaps[phase] = 0.01
+    seen = vitals(phase, gaps_s=(gaps[0], gaps[1], gaps[2], gaps[3]))
+    assert deadline_s(a_watch(), seen) == SELDOM_FLOORS * FLOOR_S
+
+
+def test_while_others_step_a_rank_without_an_optimizer_has_another_part_to_play() -> None:
+    seen = vitals(STARTING, steps=0, trains=False)
+    limit_s = STARTING_FLOORS * FLOOR_S
+    late_s = BEGAN_S + limit_s + 1.0
+    assert isinstance(a_watch().look(late_s, 0, seen), Hang)
+    assert a_watch().look(late_s, 0, seen, lambda: Busy(stepped=True)) == late_s + limit_s
+    watch = a_watch()
+    watch.others(Busy(stepped=True))
+    assert watch.look(late_s, 0, seen) == late_s + limit_s
+    training = vitals(STARTING, steps=0, trains=True)
+    assert isinstance(a_watch().look(late_s, 0, training, lambda: Busy(stepped=True)), Hang)
 
 
 def test_after_the_last_step_there_is_long_whatever_was_learned() -> None:
@@ -316,7 +338,7 @@ class Reference:
             return max(usual, STARTING_FLOORS * FLOOR_S)
         if not gaps[seen.phase] or (seen.phase == TRAINING and not learned):
             return max(usual, UNSEEN_S)
-        return usual
+        return usual if seen.phase == TRAINING else max(usual, SELDOM_FLOORS * FLOOR_S)
 
 
 def some_vitals(rng: random.Random, now_s: float) -> Vitals:

@@ -120,7 +120,7 @@ def test_a_beat_and_its_answer_are_small_and_do_not_grow_with_the_job() -> None:
     young, old = protocol.Beat(0.5), protocol.Beat(1e9 + 0.5, 2**31, 2**40, long, True, 1e4, 1e4)
     assert size(old) - size(young) <= 16
     assert size(old) < 192
-    assert size(protocol.Heard(0.5)) == size(protocol.Heard(1e9 + 0.5, long, True, 1e4, 1e4)) < 128
+    assert size(protocol.Heard(0.5)) == size(protocol.Heard(1e9 + 0.5, long, True, 1e4, 1e4, True)) < 160
 
 
 def a_huge_cause(character: str) -> Cause:

@@ -123,9 +123,19 @@ def test_evaluations_and_saves_have_limits_of_their_own(
     assert job.leftovers() == []
 
 
-def test_a_first_save_is_no_hang(job: Job) -> None:
+def test_a_save_that_hangs_while_the_others_wait_for_it(job: Job) -> None:
+    faults = [fault("save", LEARNED - 1, rank=0), fault("save_to_a_broken_disk", rank=0)]
+    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=FLOOR) == 0
+    incident = only_incident(job)
+    assert (incident["kind"], incident["rank"], incident["suspects"]) == ("hang", 0, [0])
+    assert "in write" in stacks(job)["rank_0.txt"]
+    assert job.leftovers() == []
+
+
+@pytest.mark.parametrize("env", [{"ALONE": "1"}, {}], ids=["alone", "while the other waits"])
+def test_a_first_save_is_no_hang(job: Job, env: dict[str, str]) -> None:
     """It has no time to go by, and may take a hundred times as long as a step."""
-    assert job.run(HANGS, "12", fault("pause_in_a_save"), flags=FLOOR, env={"ALONE": "1"}) == 0
+    assert job.run(HANGS, "12", fault("pause_in_a_save", rank=0), flags=FLOOR, env=env) == 0
     assert job.events("rank.hung") == []
 
 

@@ -12,12 +12,12 @@ from holdfast.simulate.bugs import BUGS, find, none
 
 WINDOW = 150
 FIRST = {
-    "lease_from_receipt": 2000,
+    "lease_from_receipt": 450,
     "lease_from_welcome": 300,
-    "zombie_answers": 1100,
+    "zombie_answers": 500,
     "launch_without_welcome": 5650,
-    "silence_not_noticed": 100,
-    "restart_counts_differ": 50,
+    "dump_awaited": 100,
+    "restart_counts_differ": 800,
 }
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,6 @@ from holdfast.agent.pages import Corrupt, Page
 from holdfast.control.hangs import Section, Vitals
 from holdfast.worker import beacon
 from holdfast.worker.beacon import AREA_BYTES, MAX_SECTIONS, SECTIONS, Beacon, Phase
-
-NEVER = (0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_a_save_within_an_evaluation_goes_back_to_it(pages_fd: int) -> None:
 class Clock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        patch.setattr(beacon.time, "monotonic", lambda: self.now_s)
+        patch.setattr("holdfast.worker.beacon.time.monotonic", lambda: self.now_s)
 
     def passes(self, by_s: float) -> None:
         self.now_s += by_s
@@ -192,14 +191,13 @@ def test_the_agent_sees_whether_the_rank_has_gone_on(pages_fd: int) -> None:
 class Recorded:
     """A field's name for each write to it."""
 
-    def __init__(self, inner: memoryview, log: list[int]) -> None:
+    def __init__(self, inner: Any, log: list[int]) -> None:
         self._inner, self._log = inner, log
 
-    def __getitem__(self, index: int) -> float:
-        value: float = self._inner[index]
-        return value
+    def __getitem__(self, index: int) -> Any:
+        return self._inner[index]
 
-    def __setitem__(self, index: int, value: float) -> None:
+    def __setitem__(self, index: int, value: Any) -> None:
         self._log.append(index)
         self._inner[index] = value
 

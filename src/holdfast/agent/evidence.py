@@ -68,7 +68,12 @@ class Evidence:
             pass
         finally:
             del self._visits[number]
-        groups = stacks.merge([group for shown in visit.shown for group in shown.groups])
+        several = len(visit.shown) > 1
+        groups = stacks.merge(
+            msgspec.structs.replace(group, node=shown.host if several else "")
+            for shown in visit.shown
+            for group in shown.groups
+        )
         return Taken(
             groups=groups,
             suspects=stacks.suspects(groups),

@@ -63,7 +63,7 @@ class Monitors:
         now_s = time.monotonic()
         self._watch.agree(heard.gaps_s, heard.trained)
         done_s = now_s - heard.calm_for_s if heard.calm_for_s >= 0 else 0.0
-        self._watch.others(Busy(saving_s=now_s + heard.busy_for_s, done_s=done_s))
+        self._watch.others(Busy(saving_s=now_s + heard.busy_for_s, done_s=done_s, stepped=heard.stepped))
 
     def filled(self, beat: protocol.Beat) -> protocol.Beat:
         """The beat, with what was learned here, and whom other nodes' ranks may be waiting for."""

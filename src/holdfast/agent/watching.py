@@ -91,7 +91,8 @@ class Watching:
             elif phase == SAVING:
                 saving_s = max(saving_s, min(since_s, now_s) + limits_s[phase])
             done_s = max(done_s, min(busy_s, now_s))
-        self._busy = Busy(evaluating_s, saving_s, done_s)
+        stepped = any(page.steps for page in self._pages.values())
+        self._busy = Busy(evaluating_s, saving_s, done_s, stepped)
         return self._busy
 
     # -- sleeping and looking -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from holdfast._version import __version__
 from holdfast.agent.options import NUMA_MODES
 from holdfast.cli import fault_tolerance
-from holdfast.cli.usage import Remember
+from holdfast.cli.usage import Remember, nearest
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {
@@ -33,6 +33,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but a wrong flag is one line and not the whole usage."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.split()[2].partition("=")[0]
+            message = f"there is no flag {unknown}{nearest(unknown, list(self._option_string_actions))}"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:

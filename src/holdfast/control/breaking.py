@@ -41,6 +41,9 @@ class Breaking(Forming):
             else:
                 self.quarantine.exclude(host, f"rank {request.rank} {headline}")
         written: list[Action] = [Write(self._record(now_s))]
+        if self.quarantine.holds(host):
+            text = f"{host} is set aside: {self.quarantine.why(host)}; holdfast nodes --lift {host} takes it back"
+            written += self._broadcast(protocol.Note(text))
         if self.phase in (Phase.RUNNING, Phase.STOPPING):
             kind = Kind.REQUESTED if request.action == "shutdown" else Kind.LOST_NODE
             name = "" if self.settings.alone else host

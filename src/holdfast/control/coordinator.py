@@ -285,6 +285,7 @@ class Coordinator(Breaking):
             self.trained,
             busy_for_s=max(0.0, busy_until_s - now_s),
             calm_for_s=calm_for_s if math.isfinite(calm_for_s) else -1.0,
+            stepped=self.world_steps > 0,
         )
 
     def _stepped(self, now_s: float, node: str, at_s: float) -> list[Action]:

@@ -26,8 +26,10 @@ SAFETY_FACTOR = 5.0
 STEPS_TO_LEARN = 6
 # A first evaluation or save has no gap to go by: an hour, with the default floor.
 UNSEEN_FLOORS = 120
-# A world may have started from nothing, and the next from a checkpoint of a terabyte: ten minutes at least.
+# A world may have started from nothing, and the next from a checkpoint of a terabyte: ten minutes at least. A script
+# may evaluate on ten samples, and save a handful of numbers, before it does so in earnest: five.
 STARTING_FLOORS = 20
+SELDOM_FLOORS = 10
 # An agent that is this late has been stopped, or its machine has; so may the ranks have been, and they start afresh.
 LATE_S = 1.0
 
@@ -62,16 +64,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             return unseen_s if trains else math.inf
         if not gaps_s[phase] or (phase == TRAINING and not stepped):
             return max(unseen_s, learned_s)
-        return learned_s
+        return learned_s if phase == TRAINING else max(learned_s, SELDOM_FLOORS * self.floor_s)
 
 
 class Busy(NamedTuple):
     """Ranks for which the others may have to wait: until when they may evaluate or save by their limits, and when the
-    last one was done with it."""
+    last one was done with it. And whether any has done a step in this world."""
 
     evaluating_s: float = 0.0
     saving_s: float = 0.0
     done_s: float = 0.0
+    stepped: bool = False
 
 
 class Section(NamedTuple):
@@ -164,7 +167,7 @@ class Watch:
         first = min(limits, key=lambda hang: hang.since_s + hang.limit_s)
         if first.since_s + first.limit_s > now_s:
             return first.since_s + first.limit_s
-        if first.phase in (TRAINING, EVALUATING) and (until_s := self._excused(now_s, first, busy())) > now_s:
+        if vitals is not None and (until_s := self._excused_s(now_s, first, vitals, busy)) > now_s:
             return until_s
         again = self._told.get(rank) == first.since_s
         self._told[rank] = first.since_s
@@ -177,9 +180,17 @@ class Watch:
             self._set_gaps(gaps)
         return first
 
-    def _excused(self, now_s: float, hang: Hang, here: Busy) -> float:
-        """Until when a rank may be silent because another one evaluates or saves, for which it waits: often one rank
-        saves for all. Its own time counts from when the other was done."""
+    def _excused_s(self, now_s: float, hang: Hang, vitals: Vitals, busy: Callable[[], Busy]) -> float:
+        """Until when a rank may be silent because of what others do.
+
+        It may wait for one that evaluates or saves: often one rank saves for all. Its own time counts from when that
+        one was done. And while others step, one without an optimizer is not waited for: it has another part to play.
+        """
+        if hang.phase == STARTING and not vitals.trains and self.rules.first_s is None:
+            return now_s + hang.limit_s if busy().stepped or self._elsewhere.stepped else 0.0
+        if hang.phase not in (TRAINING, EVALUATING):
+            return 0.0
+        here = busy()
         until_s = here.saving_s if hang.phase == EVALUATING else max(here.saving_s, here.evaluating_s)
         if max(until_s, self._elsewhere.saving_s) > now_s:
             return now_s + hang.limit_s

@@ -98,7 +98,7 @@ class Node(Standing):
             case Asked(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._asked(event)
             case PeekAsked(visit=visit):
-                return self._tell(protocol.Peek(visit))
+                return self._peek(visit)
             case HelpersReady():
                 return self._helpers_ready(now_s)
             case HelpersLost():
@@ -321,17 +321,22 @@ class Node(Standing):
         return [DumpStacks(generation, native=native), Timer("dump", generation, DUMP_S)]
 
     def _dumped(self, event: Dumped) -> list[Action]:
-        if event.show is not None:
-            shown = event.show
-            return self._tell(
-                protocol.Shown(shown.origin, shown.visit, shown.nodes, self.hello.host, trimmed(event.groups))
-            )
+        if (show := event.show) is not None:
+            shown = protocol.Shown(show.origin, show.visit, show.nodes, self.hello.host, trimmed(event.groups))
+            return [Shown(shown)] if show.origin == self.hello.node else self._tell(shown)
         if self.world is None or event.generation != self.world.generation:
             return []
         if not self.dumping:
             return [Told(describe(event.groups))] if event.groups else []
         self.groups = event.groups
         return self._end_hung()
+
+    def _peek(self, visit: int) -> list[Action]:
+        """All nodes are asked by the coordinator. Without one, this node can at least tell of itself."""
+        if self.contact and self.greeted:
+            return self._tell(protocol.Peek(visit))
+        generation = self.world.generation if self.world is not None else -1
+        return [DumpStacks(generation, protocol.Show(self.hello.node, visit, 1), native=True)]
 
     def _end_hung(self) -> list[Action]:
         self.dumping = False

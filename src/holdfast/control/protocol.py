@@ -215,6 +215,7 @@ class Heard(Message, frozen=True):
     trained: bool = False
     busy_for_s: float = 0.0  # of the other nodes
     calm_for_s: float = -1.0
+    stepped: bool = False  # a rank has done a step in this world
 
 
 class Launch(Message, frozen=True):

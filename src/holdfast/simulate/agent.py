@@ -252,7 +252,10 @@ class Agent(Process):
             case acts.DumpStacks():
                 self._dump_stacks(action)
             case acts.Agree(heard=heard):
+                sooner = heard.trained and not self.watch.learned
                 self.watch.agree(heard.gaps_s, heard.trained)
+                if sooner and self.group is not None:
+                    self.look(self.group, self._wake_s)
             case acts.HangUp(why=why):
                 self.timeline.note(self.node_id, f"hangs up: {why}")
                 if self.wire is not None:
@@ -314,8 +317,9 @@ class Agent(Process):
         if hang.phase == 0 and rules.first_s is not None:
             least_s = rules.first_s
         awake_s = math.inf
-        if self.host.resumed_s > hang.since_s + hang.limit_s + LATE_S + 0.2:
-            awake_s = now_s - self.host.resumed_s
+        told, group.told_s = group.told_s == hang.since_s, hang.since_s  # again, as nobody could act on it
+        if self.host.resumed_s > hang.since_s + hang.limit_s + LATE_S + 0.2 and not told:
+            awake_s = now_s - group.sign_s - (self.host.slept_s - group.slept_s)
         self.sim.checker.saw(
             self.timeline.now_s,
             seen.FoundHung(

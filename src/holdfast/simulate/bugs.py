@@ -33,7 +33,7 @@ def lease_ignored() -> Any:
     """Ranks step although their lease is over."""
 
     def is_able(self: Training, group: Any) -> bool:
-        return group.whole and not group.stuck and not group.agent.host.frozen
+        return group.whole and not group.stuck and not group.hung and not group.agent.host.frozen
 
     return mock.patch.object(Training, "_is_able", is_able)
 

@@ -187,7 +187,7 @@ class Faults:
             return False
         duration_s = self._duration_s()
         self._note(f"the machine of {agent.node_id} freezes for {duration_s:.1f} s")
-        agent.host.frozen = True
+        agent.host.freeze()
         self.timeline.after(duration_s, self._thaw, agent.host)
         return True
 
@@ -196,7 +196,7 @@ class Faults:
         if thawed:
             host.disturbed_s = self.timeline.now_s
         if host.frozen:
-            host.frozen, host.resumed_s = False, host.clock_s()
+            host.thaw()
         for agent in self.sim.agents:
             if agent.host is host:
                 agent.stops_after_beat = False

@@ -314,7 +314,7 @@ class Checker:
         if event.silent_s < event.limit_s - NEARLY_S:
             raise Violation("hangs", f"{who} counts as hung after {event.silent_s:.2f} of {event.limit_s:.2f} s")
         if event.awake_s < event.limit_s - NEARLY_S:
-            raise Violation("hangs", f"{who} counts as hung {event.awake_s:.2f} s after its machine slept")
+            raise Violation("hangs", f"{who} counts as hung, awake for {event.awake_s:.2f} of {event.limit_s:.2f} s")
         if event.limit_s < event.least_s - NEARLY_S:
             raise Violation("hangs", f"{who} has {event.limit_s:.2f} s, and should have {event.least_s:.2f} s")
         self._silent[event.generation] = True

@@ -112,7 +112,7 @@ class FoundHung(msgspec.Struct, frozen=True):
     generation: int
     rank: int
     silent_s: float
-    awake_s: float  # of these, since its machine slept for too long to be blamed for that
+    awake_s: float  # of these, if its machine slept for too long to be blamed for that
     limit_s: float
     least_s: float  # that the limit may be, after what this rank has shown
 

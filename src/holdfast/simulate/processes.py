@@ -23,6 +23,8 @@ class Host:
         self.agent: Agent | None = None
         self.agents = 0  # lives of agents so far
         self.resumed_s = -1.0  # when it last ran again, or its clock was set, on that clock
+        self.slept_s = 0.0  # in all, on that clock
+        self._stopped_s = 0.0
         self.disturbed_s = -1.0  # when anything of it last ran again, in real time
         self._zero_s = timeline.random.uniform(0.0, 1e5)
         self._rate = 1.0 + timeline.random.uniform(-drift, drift)
@@ -37,8 +39,16 @@ class Host:
     def jump(self, by_s: float) -> None:
         self._zero_s += by_s
         self.resumed_s, self.disturbed_s = self.clock_s(), self.timeline.now_s
+        self.slept_s += by_s
         for process in self._processes:
             process.set_timers_again()
+
+    def freeze(self) -> None:
+        self.frozen, self._stopped_s = True, self.clock_s()
+
+    def thaw(self) -> None:
+        self.frozen, self.resumed_s = False, self.clock_s()
+        self.slept_s += self.resumed_s - self._stopped_s
 
     def run(self, process: Process) -> None:
         self._processes = [other for other in self._processes if other.alive]

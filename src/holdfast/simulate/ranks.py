@@ -31,6 +31,8 @@ class Group:
         self.started = False
         self.phase = STARTING
         self.found_s = math.inf  # when it was first found to hang, in real time
+        self.slept_s = agent.host.slept_s  # how long its machine had slept by then
+        self.told_s = -1.0  # since when it was silent when it was last found to, on the host's clock
         self.sign_s = agent.host.clock_s()  # the last sign of life, on the host's clock
         self.gaps_s = [0.0, 0.0, 0.0, 0.0]
         self.ensemble: Ensemble | None = None
@@ -100,7 +102,8 @@ class Group:
     def _sign(self, phase: int) -> None:
         """A rank pokes its agent where its deadline has come closer."""
         sooner = phase != self.phase or self.steps in (0, STEPS_TO_LEARN)
-        self.phase, self.sign_s = phase, self.agent.host.clock_s()
+        host = self.agent.host
+        self.phase, self.sign_s, self.slept_s = phase, host.clock_s(), host.slept_s
         if sooner and self.agent.watch.rules.mode is not Mode.OFF:
             self.agent.post(self.agent.look, self)
 
