@@ -17,6 +17,9 @@ from harness import SCRIPTS, Job
 HANGS = SCRIPTS / "hangs.py"
 FLOOR = ("--hang-floor=1",)
 LEARNED = 8  # a step by which limits are learned
+# An evaluation or a save may take ten floors. For short ones, steps get their second by the factor and the pace.
+SELDOM = ("--hang-floor=0.2", "--ft-safety-factor=100")
+PACED = {"PACE_S": "0.01"}
 
 
 def fault(how: str, step: int = LEARNED, rank: int | str = 1, generations: tuple[int, ...] = (0,)) -> str:
@@ -115,7 +118,7 @@ def test_evaluations_and_saves_have_limits_of_their_own(
 ) -> None:
     """Nobody waits for this rank, so it is its own limit that ends it; the other one is done and gone by then."""
     faults = [fault(learned, LEARNED - 1), fault(how)]
-    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=FLOOR, env={"ALONE": "1"}) == 0
+    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=SELDOM, env={"ALONE": "1", **PACED}) == 0
     incident = only_incident(job)
     assert (incident["kind"], incident["rank"]) == ("hang", 1)
     assert incident["headline"].startswith(said)
@@ -125,7 +128,7 @@ def test_evaluations_and_saves_have_limits_of_their_own(
 
 def test_a_save_that_hangs_while_the_others_wait_for_it(job: Job) -> None:
     faults = [fault("save", LEARNED - 1, rank=0), fault("save_to_a_broken_disk", rank=0)]
-    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=FLOOR) == 0
+    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=SELDOM, env=PACED) == 0
     incident = only_incident(job)
     assert (incident["kind"], incident["rank"], incident["suspects"]) == ("hang", 0, [0])
     assert "in write" in stacks(job)["rank_0.txt"]

@@ -12,7 +12,7 @@ from holdfast.simulate.bugs import BUGS, find, none
 
 WINDOW = 150
 FIRST = {
-    "lease_from_receipt": 450,
+    "lease_from_receipt": 850,
     "lease_from_welcome": 300,
     "zombie_answers": 500,
     "launch_without_welcome": 5650,

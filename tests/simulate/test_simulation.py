@@ -13,8 +13,8 @@ from holdfast.simulate.campaign import run_many
 from holdfast.simulate.simulation import Simulation, run
 
 DIGESTS = "from holdfast.simulate.simulation import run; print([run(seed).digest for seed in range({}, {})])"
-SEEDS = 2000
-PART = 250
+SEEDS = 1200
+PART = 200
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PART))

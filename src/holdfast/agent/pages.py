@@ -11,6 +11,7 @@ from holdfast.worker import beacon
 from holdfast.worker.beacon import AREA_BYTES, END, GAPS, KNOWN, MAGIC, MAX_SECTIONS, OPEN, SECTIONS
 
 _FIELDS = struct.Struct(beacon.RANKS_FIELDS)
+_MAX_STEPS = 1 << 47  # nobody gets there
 _AHEAD_S = 1.0  # a time that is further ahead than this was not written by a clock
 
 
@@ -27,6 +28,7 @@ class Page:
         self._words = self._area.cast("Q")
         self._times = self._area.cast("d")
         self._seen = b""
+        self._read_before = False
         self._words[beacon.CONFIG_AT], self._words[beacon.CONFIG_BYTES] = config
 
     @property
@@ -36,7 +38,7 @@ class Page:
 
     @property
     def steps(self) -> int | None:
-        return self._words[beacon.STEPS] if self.written else None
+        return self._count(beacon.STEPS) if self.written else None
 
     @property
     def last_step_s(self) -> float:
@@ -46,7 +48,11 @@ class Page:
     @property
     def base(self) -> int:
         """The steps that its optimizer had done before this life, if it says; else 0."""
-        return self._words[beacon.BASE]
+        return self._count(beacon.BASE)
+
+    def _count(self, field: int) -> int:
+        count = self._words[field]
+        return count if count < _MAX_STEPS else 0
 
     @property
     def phase(self) -> tuple[int, float, float]:
@@ -67,16 +73,19 @@ class Page:
         """None while there is no one who writes here. Raises Corrupt."""
         self._seen = bytes(self._area[: _FIELDS.size])
         fields = _FIELDS.unpack(self._seen)
-        if fields[MAGIC] == 0 and fields[END] == 0:
-            return None
+        if fields[MAGIC] == 0 and not self._read_before:
+            return None  # it is written last of all
         gaps_s = fields[GAPS : GAPS + MEASURED]
         phase, alive_s, heartbeat_s = fields[beacon.PHASE], fields[beacon.PHASE_AT], fields[beacon.HEARTBEAT_AT]
         client_s, outside_s = fields[beacon.CLIENT_AT], fields[beacon.OUTSIDE_AT]
         limits_s = fields[beacon.FIRST_LIMIT], fields[beacon.HEARTBEAT_LIMIT], fields[beacon.OUTSIDE_LIMIT]
         if fields[MAGIC] != beacon.MARK or fields[END] != beacon.END_MARK or fields[beacon.GENERATION] != generation:
             raise Corrupt("its marks are gone")
+        self._read_before = True
         if phase > 4 or fields[beacon.KNOWN] > MAX_SECTIONS or fields[OPEN] > fields[KNOWN]:
             raise Corrupt("a number in it is out of range")
+        if max(fields[beacon.STEPS], fields[beacon.BASE]) >= _MAX_STEPS:
+            raise Corrupt("a count in it cannot be")
         for at_s in (alive_s, heartbeat_s, client_s, outside_s):
             if not 0 <= at_s <= now_s + _AHEAD_S:
                 raise Corrupt("a time in it cannot be")

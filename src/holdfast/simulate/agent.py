@@ -46,7 +46,7 @@ class Agent(Process):
         self.server: Server | None = None
         self.group: Group | None = None
         self.groups: list[Group] = []
-        self.contact_s = 0.0  # when it last found a coordinator, in real time
+        self.contact_s = 0.0  # when it last found a coordinator, or heard of a shorter limit, in real time
         self.hangs_next = ""  # what a rank of its next world will not get through
         self.watch = Watch(sim.scenario.hang_rules)
         self._wake_s = math.inf  # when it looks at its ranks next
@@ -255,6 +255,9 @@ class Agent(Process):
                 sooner = heard.trained and not self.watch.learned
                 self.watch.agree(heard.gaps_s, heard.trained)
                 if sooner and self.group is not None:
+                    # A limit that others have learned counts from when it is known here; nobody may be late by it.
+                    self.watch.late(self.host.clock_s(), math.inf)
+                    self.contact_s = self.timeline.now_s
                     self.look(self.group, self._wake_s)
             case acts.HangUp(why=why):
                 self.timeline.note(self.node_id, f"hangs up: {why}")

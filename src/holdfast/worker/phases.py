@@ -105,7 +105,7 @@ def steps_before(optimizer: Any) -> int:
     0 for those that do not count, or whose count is on a GPU, which would have to be waited for."""
     with contextlib.suppress(Exception):
         for state in optimizer.state.values():
-            count = state.get("step", state.get("n_iter"))
+            count = state.get("step")
             if count is None or getattr(getattr(count, "device", None), "type", "cpu") != "cpu":
                 return 0
             return max(0, int(count) - 1)
