@@ -146,6 +146,11 @@ def test_after_the_last_step_there_is_long_whatever_was_learned() -> None:
     assert deadline_s(a_watch(), vitals(ENDING, gaps_s=(900.0, 900.0, 900.0, 900.0))) == UNSEEN_S
 
 
+def test_limits_of_the_scripts_own_end_with_it() -> None:
+    seen = own(phase=ENDING, sections=(Section(0, BEGAN_S, 1.0),), heartbeat_s=BEGAN_S, heartbeat_limit_s=2.0)
+    assert deadline_s(a_watch(), seen, BEGAN_S + 5.0) == UNSEEN_S
+
+
 def test_time_counts_from_the_last_sign_of_life() -> None:
     seen = vitals(alive_s=BEGAN_S + 50.0)
     assert deadline_s(a_watch(), seen) == 50.0 + FACTOR * 4.0
@@ -321,7 +326,8 @@ class Reference:
             limits.append((seen.client_s, seen.first_limit_s))
         if seen.client_s and seen.outside_s and seen.outside_limit_s:
             limits.append((seen.outside_s, seen.outside_limit_s))
-        if not limits:
+        if not limits or seen.phase == ENDING:
+            limits = []
             since_s = max(seen.alive_s, seen.heartbeat_s, seen.outside_s)
             limits.append((since_s, self._learned(rules, seen, gaps, learned)))
         return any(max(since_s, fresh_s) + limit_s <= now_s for since_s, limit_s in limits)

@@ -148,17 +148,21 @@ def test_a_rank_pokes_only_where_the_agent_would_look_too_late(pages_fd: int) ->
         rank.step_done()
     rank.enter(Phase.EVALUATING)
     rank.enter(Phase.SAVING)
-    rank.leave(Phase.SAVING, Phase.EVALUATING)
     assert len(pokes) == 1
+    rank.leave(Phase.SAVING, Phase.EVALUATING)
+    assert len(pokes) == 2  # now saves have a limit
+    rank.enter(Phase.SAVING)
+    rank.leave(Phase.SAVING, Phase.EVALUATING)
+    assert len(pokes) == 2
     page.say_wake(time.monotonic() + 3600)
     rank.enter(Phase.TRAINING)
-    assert len(pokes) == 2
+    assert len(pokes) == 3
     rank.poke_if_due(time.monotonic() + 3590)
     rank.poke_if_due(time.monotonic() + 3610)
-    assert len(pokes) == 3
+    assert len(pokes) == 4
     rank.poke_if_due(math.inf)
     rank.poke_if_due(math.nan)
-    assert len(pokes) == 3
+    assert len(pokes) == 4
 
 
 def test_nobody_pokes_an_agent_that_never_said_when_it_looks(pages_fd: int) -> None:

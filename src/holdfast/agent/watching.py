@@ -38,6 +38,7 @@ class Watching:
         self._names: dict[tuple[int, int], str] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; the latest entry of a rank counts
         self._deadline_of: dict[int, float] = {}
+        self._poked: set[int] = set()
         self._generation, self._cold = -1, False
 
     def begin(self, generation: int, first_rank: int, pages: Sequence[Page], cold: bool) -> None:
@@ -72,9 +73,16 @@ class Watching:
         self._names.update(((rank, slot + index), name) for index, name in enumerate(names))
 
     def poked(self, rank: int) -> None:
-        if rank in self._pages:
+        """One look is enough for however many pokes came together."""
+        if not self._poked:
+            self._loop.call_soon(self._look_at_poked)
+        self._poked.add(rank)
+
+    def _look_at_poked(self) -> None:
+        poked, self._poked = self._poked, set()
+        for rank in poked & self._pages.keys():
             self._look(rank)
-            self._sleep()
+        self._sleep()
 
     def busy(self) -> Busy:
         """Whom of the ranks here the others may be waiting for."""

@@ -71,6 +71,7 @@ class RunningWorld:
         self._pids: dict[int, int] = {}  # by local rank
         self._pending_signal: int | None = None
         self._gone: set[int] = set()
+        self._cold = False
         self.keeper_gone = False
 
     def launch(
@@ -84,6 +85,7 @@ class RunningWorld:
     ) -> None:
         """Ask for all ranks and the store keeper. They come up side by side: the store's port is open already."""
         world = self.world
+        self._cold = isinstance(options.program, messages.Command)
         for local_rank in range(world.local_size):
             to = destinations[local_rank]
             rank = world.first_rank + local_rank
@@ -191,7 +193,7 @@ class RunningWorld:
     def targets(self) -> list[dumps.Target]:
         """Whom to ask for stacks."""
         return [
-            dumps.Target(self.world.first_rank + slot, pid, self._stacks[slot] if self.pages[slot].written else -1)
+            dumps.Target(self.world.first_rank + slot, pid, -1 if self._cold else self._stacks[slot])
             for slot, pid in self._pids.items()
             if slot != KEEPER and slot not in self._gone
         ]

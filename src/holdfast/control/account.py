@@ -134,10 +134,9 @@ class Account:
     def refill(self, steps: int) -> bool:
         """Give restarts back for good steps of a world; whether one was."""
         each, given = self._settings.refill_steps, self.history.refilled
-        while each and steps >= self.refill_mark + each:
-            self.refill_mark += each
-            if self.history.refilled < self.history.spent:
-                self.history = self.history.refunded()
+        earned = max(0, steps - self.refill_mark) // each if each else 0
+        self.refill_mark += earned * each
+        self.history = self.history.refunded(earned)
         return self.history.refilled > given
 
     def remember(self, restarts: int) -> None:

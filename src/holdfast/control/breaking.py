@@ -159,7 +159,10 @@ class Breaking(Forming):
         return actions + self._gather(now_s)
 
     def _end_as_asked(self, now_s: float, over: protocol.Over) -> list[Action]:
-        noted = self.account.note(now_s, self._ended(), self.causes, "the job ends")
+        # Who asks often raises right after, and that is dated earlier; but the request is why the job ends.
+        first_s = min(cause.failed_at_s for cause in self.causes)
+        causes = [_with(c, failed_at_s=first_s - 1e-6) if c.kind is over.kind else c for c in self.causes]
+        noted = self.account.note(now_s, self._ended(), causes, "the job ends")
         told = self._broadcast(protocol.Opened(noted, now_s)) + self._broadcast(protocol.Closed(noted, now_s))
         return told + self._finish(now_s, over.kind, over.reason)
 

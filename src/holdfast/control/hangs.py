@@ -161,7 +161,9 @@ class Watch:
             limits = self._before_the_beacon(rank)
         else:
             self.agree(vitals.gaps_s, vitals.steps >= STEPS_TO_LEARN)
-            limits = self._own(rank, vitals) or self._learned(rank, vitals)
+            # A program that has come to its end beats no more, and its sections are nobody's.
+            own = self._own(rank, vitals) if vitals.phase != ENDING else []
+            limits = own or self._learned(rank, vitals)
         if not limits:
             return math.inf
         first = min(limits, key=lambda hang: hang.since_s + hang.limit_s)

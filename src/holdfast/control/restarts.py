@@ -70,9 +70,9 @@ class History(msgspec.Struct, frozen=True):
     def charged(self) -> History:
         return msgspec.structs.replace(self, spent=self.spent + 1)
 
-    def refunded(self) -> History:
-        """One restart given back; never more than were spent."""
-        return msgspec.structs.replace(self, refilled=min(self.spent, self.refilled + 1))
+    def refunded(self, count: int = 1) -> History:
+        """Restarts given back; never more than were spent."""
+        return msgspec.structs.replace(self, refilled=min(self.spent, self.refilled + count))
 
 
 class Restart(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ page, whose marks are not there, so that the fast path has to ask for nothing el
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -50,6 +51,13 @@ def _leave_all() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all)
+
+
+@atexit.register
+def _end_all() -> None:
+    """What comes now, the interpreter's end, is not what the limits were made for."""
+    for client in list(_clients):
+        client.shutdown_workload_monitoring()
 
 
 class Monitoring:

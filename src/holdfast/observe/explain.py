@@ -87,6 +87,8 @@ def _doing(incident: Incident) -> list[str]:
 
 
 def _when(incident: Incident) -> str:
+    if incident.kind is Kind.HANG and not incident.steps:
+        return ""  # its headline says so
     if incident.steps is None:  # the steps of a program that was started cold cannot be seen
         return ""
     return f" at step {incident.steps}" if incident.steps else " before its first step"

@@ -82,14 +82,19 @@ class Beacon:
         now_s = time.monotonic()
         phase = words[PHASE]
         took_s = times[STEP_S] = now_s - times[PHASE_AT]
-        if phase < 4 and took_s > times[GAPS + phase]:
+        first = False
+        if phase < 4 and took_s > (longest_s := times[GAPS + phase]):
             times[GAPS + phase] = took_s
+            first = longest_s == 0.0
         times[PHASE_AT] = times[STEP_AT] = now_s
         steps = words[STEPS] = (words[STEPS] + 1) & _WORD
         if phase != 1:
             times[BUSY_AT] = now_s
             words[PHASE] = 1
-            self.poke_if_due(now_s + times[LIMITS + 1])
+            if first:
+                self.poke_if_due(0.0)  # the next of its kind has a limit, which the agent does not know of yet
+            else:
+                self.poke_if_due(now_s + times[LIMITS + 1])
         return steps
 
     def enter(self, phase: int) -> None:
@@ -99,11 +104,14 @@ class Beacon:
 
     def leave(self, phase: int, back_to: int) -> None:
         """The end of a phase that is not ended by a step."""
-        took_s = time.monotonic() - self.times[PHASE_AT]
-        if self.words[PHASE] == phase and took_s > self.times[GAPS + phase]:
-            self.times[GAPS + phase] = took_s
-        self.times[BUSY_AT] = time.monotonic()
+        times = self.times
+        took_s, longest_s = time.monotonic() - times[PHASE_AT], times[GAPS + phase]
+        if self.words[PHASE] == phase and took_s > longest_s:
+            times[GAPS + phase] = took_s
+        times[BUSY_AT] = time.monotonic()
         self.enter(back_to)
+        if longest_s == 0.0:
+            self.poke_if_due(0.0)  # the next of its kind has a limit, which the agent does not know of yet
 
     def poke_if_due(self, deadline_s: float) -> None:
         """Wake the agent if it would look too late. It writes when it will look before it reads this area a last time;
