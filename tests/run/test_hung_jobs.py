@@ -102,7 +102,7 @@ def test_before_init(job: Job) -> None:
     assert incident["headline"].startswith("no first step for ")
     assert "in sleep" in stacks(job)["rank_1.txt"]
     assert "in init_process_group" in stacks(job)["rank_0.txt"]
-    assert "before its first step" in job.err
+    assert "rank 1 hangs: no first step" in job.err
     assert job.leftovers() == []
 
 

@@ -291,6 +291,8 @@ class Checker:
     def _progress(self, incident: Incident) -> None:
         """Worlds without a step may follow each other only so often."""
         plan = self.worlds.get(incident.generation)
+        if incident.generation in self._given_up:
+            return  # told late, by the coordinator with which the job began anew
         if incident.steps or not incident.restarted:
             self._no_step = 0
         elif incident.steps is not None and incident.kind is not Kind.MEMBERSHIP and plan is not None:
