@@ -204,7 +204,8 @@ def test_a_silent_node_is_dropped_after_its_beats_and_a_beating_one_is_not() -> 
 
 def test_a_beat_is_answered_with_its_own_time() -> None:
     job = Job(nodes=2).runs("a", "b")
-    assert sent(job.says("a", protocol.Beat(77.5, 0)), protocol.Heard) == [("a", protocol.Heard(77.5))]
+    heard = protocol.Heard(77.5, stepped=True)
+    assert sent(job.says("a", protocol.Beat(77.5, 0)), protocol.Heard) == [("a", heard)]
 
 
 def test_a_lost_node_shrinks_the_world_if_enough_are_left() -> None:

@@ -62,6 +62,7 @@ class Monitors:
     def agree(self, heard: protocol.Heard) -> None:
         now_s = time.monotonic()
         self._watch.agree(heard.gaps_s, heard.trained)
+        self._watching.say_limits()
         done_s = now_s - heard.calm_for_s if heard.calm_for_s >= 0 else 0.0
         self._watch.others(Busy(saving_s=now_s + heard.busy_for_s, done_s=done_s, stepped=heard.stepped))
 

@@ -7,6 +7,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
+from operator import lt
 
 from holdfast.agent.pages import Corrupt, Page
 from holdfast.control.hangs import EVALUATING, SAVING, Busy, Hang, Mode, Watch
@@ -79,6 +80,7 @@ class Watching:
         self._poked.add(rank)
 
     def _look_at_poked(self) -> None:
+        self._note_lateness()
         poked, self._poked = self._poked, set()
         for rank in poked & self._pages.keys():
             self._look(rank)
@@ -118,9 +120,13 @@ class Watching:
         if earliest_s < math.inf:
             self._timer = self._loop.call_at(earliest_s + TOGETHER_S, self._awake)
 
-    def _awake(self) -> None:
+    def _note_lateness(self) -> None:
         now_s = time.monotonic()
         self._watch.late(now_s, now_s - self._wake_s)
+
+    def _awake(self) -> None:
+        self._note_lateness()
+        now_s = time.monotonic()
         self._timer = None
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, rank = heapq.heappop(self._deadlines)
@@ -161,18 +167,25 @@ class Watching:
         if vitals is None and self._cold:
             return math.inf
         verdict = self._watch.look(now_s, rank, vitals, self.busy)
-        self._say_limits()
+        self.say_limits()
         if isinstance(verdict, Hang):
             self._on_hang(verdict, verdict.headline(now_s, self._names.get((rank, verdict.slot), "")))
             return now_s + verdict.limit_s
         return verdict
 
-    def _say_limits(self) -> None:
+    def say_limits(self) -> None:
+        """Tell the ranks by which limits they are held, where that has changed."""
         known = (self._watch.gaps_s, self._watch.learned)
         if known == self._known:
             return
         self._known = known
-        if (limits_s := self._watch.limits_s()) != self._said:
-            self._said = limits_s
-            for page in self._pages.values():
-                page.say_limits(limits_s)
+        limits_s, said = self._watch.limits_s(), self._said
+        if limits_s == said:
+            return
+        self._said = limits_s
+        for page in self._pages.values():
+            page.say_limits(limits_s)
+        if any(map(lt, limits_s, said)):
+            # Limits that nobody knew of count from now; and who was to be looked at later is looked at again.
+            self._watch.late(time.monotonic(), math.inf)
+            self._loop.call_soon(self.look_at_all)

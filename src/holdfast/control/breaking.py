@@ -167,7 +167,7 @@ class Breaking(Forming):
         return told + self._finish(now_s, over.kind, over.reason)
 
     def _ended(self) -> Ended:
-        steps = self.world_steps if self.steps_known else None
+        steps = max(self.world_steps, int(self.has_stepped)) if self.steps_known else None
         return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base)
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:

@@ -285,11 +285,12 @@ class Coordinator(Breaking):
             self.trained,
             busy_for_s=max(0.0, busy_until_s - now_s),
             calm_for_s=calm_for_s if math.isfinite(calm_for_s) else -1.0,
-            stepped=self.world_steps > 0,
+            stepped=self.has_stepped or self.world_steps > 0,
         )
 
     def _stepped(self, now_s: float, node: str, at_s: float) -> list[Action]:
         self.steps_known = self.steps_seen = True
+        self.has_stepped = True
         self.unstepped.discard(node)
         if self.unstepped or self.account.incident is None or self.phase is not Phase.RUNNING:
             return []

@@ -61,6 +61,7 @@ class Forming:
         self.world_steps = 0
         self.steps_known = False  # there are beacons to tell
         self.steps_seen = False
+        self.has_stepped = False  # how many steps there were may never be heard
         self.launched_at_s = 0.0
         self.broken_at_s = 0.0
         self.causes: list[Cause] = []
@@ -159,7 +160,7 @@ class Forming:
         self.unconfirmed, self.done = set(self.seats), set()
         self.heard_s = 0.0
         self.world_steps = self.world_base = 0
-        self.steps_known = self.steps_seen = False
+        self.steps_known = self.steps_seen = self.has_stepped = False
         self.groups, self.ending = [], None
         self.causes, self.joining, self.inherited = [], "", False
         self.launched_at_s = now_s

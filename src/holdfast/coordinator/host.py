@@ -138,6 +138,8 @@ class Host:
             self.depose(str(failure) or "a newer coordinator has taken over")
         elif failure is not None:
             self.depose(f"the ledger failed: {failure}")
+        elif not self._ledger.valid and self.coordinator.over is None:
+            self.depose("its lease ran out while it wrote")  # and a newer coordinator may have decided otherwise
         else:
             self._pump()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import lt
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -252,8 +253,9 @@ class Agent(Process):
             case acts.DumpStacks():
                 self._dump_stacks(action)
             case acts.Agree(heard=heard):
-                sooner = heard.trained and not self.watch.learned
+                before_s = self.watch.limits_s()
                 self.watch.agree(heard.gaps_s, heard.trained)
+                sooner = any(map(lt, self.watch.limits_s(), before_s))
                 if sooner and self.group is not None:
                     # A limit that others have learned counts from when it is known here; nobody may be late by it.
                     self.watch.late(self.host.clock_s(), math.inf)

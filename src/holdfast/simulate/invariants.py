@@ -25,6 +25,7 @@ from holdfast.simulate.observed import (
     Launched,
     Left,
     Ran,
+    Released,
     Renewed,
     Restored,
     SetAside,
@@ -86,6 +87,7 @@ class Checker:
         self._silent: dict[int, bool] = {}  # generations that had a verdict
         self._excluded: dict[str, int] = {}  # hosts, and the generation that was the newest then
         self._end_asked = False
+        self._released: dict[str, bool] = {}
         self._furthest = 0
         self._advanced: dict[int, bool] = {}  # generations that got further than any before
         self._no_step = 0  # restarts in a row without one
@@ -106,6 +108,7 @@ class Checker:
             FoundHung: self._found_hung,
             Excluded: self._excluded_,
             EndAsked: self._end_asked_,
+            Released: self._released_,
             Ended: self._ended,
             Finished: self._finished,
         }
@@ -339,6 +342,9 @@ class Checker:
         self._excluded.pop(event.host, None)
         self._lifted[event.host] = at_s
 
+    def _released_(self, at_s: float, event: Released) -> None:
+        self._released[event.node] = True
+
     def _left_(self, at_s: float, event: Left) -> None:
         self._left.setdefault(event.node, event.generation)
 
@@ -405,7 +411,7 @@ class Checker:
     def is_spare(self, node: str) -> bool:
         """Whether it has no part in the newest world, and so ends well however that ends."""
         newest = self.worlds.get(self.newest)
-        return newest is None or node not in [held for held, _ in newest.shares.values()]
+        return newest is None or node in self._released or node not in [held for held, _ in newest.shares.values()]
 
     def at_end(self) -> None:
         """After everybody has finished."""

@@ -129,6 +129,12 @@ class EndAsked(msgspec.Struct, frozen=True):
     term: int
 
 
+class Released(msgspec.Struct, frozen=True):
+    """A node was a spare beside a last world that was written down, and of which nobody heard."""
+
+    node: str
+
+
 class Finished(msgspec.Struct, frozen=True):
     """An agent has finished, by itself or because it was told to, with so many ranks alive."""
 
@@ -140,5 +146,5 @@ class Finished(msgspec.Struct, frozen=True):
 
 Event = (
     Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
-    | Left | Renewed | Hung | FoundHung | Excluded | EndAsked | Ended | Finished
+    | Left | Renewed | Hung | FoundHung | Excluded | EndAsked | Released | Ended | Finished
 )  # fmt: skip

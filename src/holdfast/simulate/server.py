@@ -204,6 +204,8 @@ class Server:
             case protocol.Closed(incident=incident):
                 checker.saw(now_s, seen.IncidentClosed(coordinator.term, incident))
             case protocol.Over() if (over := coordinator.over) is not None:
+                if message.kind is None and over.kind is not None and coordinator.generation > checker.newest:
+                    checker.saw(now_s, seen.Released(node))
                 fit = sum(1 for member in coordinator.members.values() if member.available)
                 leaving = any(m.leaving is not None for m in coordinator.members.values())
                 checker.saw(now_s, seen.Ended(coordinator.term, over.kind, over.reason, fit, leaving, self._reached()))
@@ -232,9 +234,12 @@ class Server:
             return
         if done:
             self._report_written()
-            self._pump()
-        else:
+        if not done:
             self.depose("its write was refused: the term is over")
+        elif not self.holds_term() and self.coordinator.over is None:
+            self.depose("its lease ran out while it wrote")
+        else:
+            self._pump()
 
     def _report_written(self) -> None:
         """Tell the checker what a rank asked for, and can count on from now on."""
