@@ -379,7 +379,9 @@ class Agent:
             case protocol.Down() | protocol.Ready():
                 message = msgspec.structs.replace(message, store_port=self._stage.store_port(addr))
             case protocol.Beat():
-                steps = self._world.steps() if self._world is not None else None
+                running = self._world  # which may be the last one still, while the node speaks of the next
+                same = running is not None and running.world.generation == message.generation
+                steps = running.steps() if running is not None and same else None
                 message = msgspec.structs.replace(message, steps=steps if steps is not None else -1)
                 message = self._monitors.filled(message)
         self._link.tell(message)

@@ -146,8 +146,7 @@ class Account:
     def begin_anew(self) -> None:
         """Another start of the job under the same name: all restarts are there again, but the count only grows."""
         spent = self.history.spent
-        # Its first world is a start and no restart, so that it may fail once more.
-        self.history = History(self._settings.max_restarts, spent, refilled=spent, stalled=-1)
+        self.history = History(self._settings.max_restarts, spent, refilled=spent)
 
     def take_up(self, record: Record, now_s: float) -> None:
         self.refill_mark = record.refill_mark

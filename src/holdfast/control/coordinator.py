@@ -383,7 +383,9 @@ class Coordinator(Breaking):
             count=len(self.members),
             lifted=lifted,
         )
-        return [Send(visitor, answer), *([Write(self._record(now_s)), *self._consider(now_s)] if lifted else [])]
+        if not lifted:
+            return [Send(visitor, answer)]
+        return [Write(self._record(now_s)), Send(visitor, answer), *self._consider(now_s)]
 
 
 def _gaps(gaps_s: tuple[float, ...]) -> protocol.Gaps:

@@ -278,7 +278,8 @@ class Agent(Process):
         if "store_port" in fields:
             message = msgspec.structs.replace(message, store_port=self._store_port)
         elif isinstance(message, protocol.Beat):
-            steps = self.group.steps if self.group is not None and message.generation >= 0 else message.steps
+            same = self.group is not None and self.group.world.generation == message.generation
+            steps = self.group.steps if self.group is not None and same else message.steps
             message = msgspec.structs.replace(
                 message, steps=steps, gaps_s=self.watch.gaps_s, trained=self.watch.learned
             )
