@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.control import acts
 from holdfast.control.hangs import Mode
 from holdfast.control.membership import Policy
+from holdfast.simulate import observed as seen
 from holdfast.simulate.network import ETCD
 from holdfast.simulate.processes import Host
 
@@ -288,6 +289,7 @@ class Faults:
                 for host in self.sim.hosts:
                     if agent.server.coordinator.quarantine.holds(host.name):
                         agent.server.lift(host.name)
+                        self.sim.checker.saw(self.timeline.now_s, seen.TakenBack(host.name))
                         return True
         return False
 

@@ -46,7 +46,6 @@ class Server:
         self._events: deque[orders.Event] = deque()
         self._writing = False
         self._in_flight: Record | None = None  # what is being written
-        self._lifting = ""  # the host that a visitor wants back
         self._pumping = False
         self._deserted: Callable[[], None] | None = None
         self._renewed_s = agent.host.clock_s()
@@ -108,7 +107,6 @@ class Server:
 
     def lift(self, host: str) -> None:
         """Somebody runs `holdfast nodes --lift`."""
-        self._lifting = host
         self._feed(orders.From("visitor", protocol.Look(host)))
 
     # -- events and actions -------------------------------------------------------------------------------------------
@@ -211,8 +209,6 @@ class Server:
                 fit = sum(1 for member in coordinator.members.values() if member.available)
                 leaving = any(m.leaving is not None for m in coordinator.members.values())
                 checker.saw(now_s, seen.Ended(coordinator.term, over.kind, over.reason, fit, leaving, self._reached()))
-            case protocol.Nodes(lifted=True):
-                checker.saw(now_s, seen.TakenBack(self._lifting))
             case protocol.Note(text=text) if " is set aside: " in text:
                 checker.saw(now_s, seen.SetAside(text.split(" ")[0]))
 

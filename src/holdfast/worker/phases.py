@@ -74,12 +74,12 @@ class Phases:
 
     def _wrap_eval(self, original: F) -> F:
         @functools.wraps(original)
-        def eval(module: Any) -> Any:
+        def evaluate(module: Any) -> Any:
             if self._trains_here() and self._beacon.words[PHASE] in (Phase.TRAINING, Phase.EVALUATING):
                 self._beacon.enter(Phase.EVALUATING)
             return original(module)
 
-        return eval  # type: ignore[return-value]
+        return evaluate  # type: ignore[return-value]
 
     def _wrap_save(self, original: F) -> F:
         @functools.wraps(original)
