@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +30,10 @@ exit codes: 0 success, 1 failure, 2 usage; with --exit-code-from-cause a failure
 """
 
 
+# One spelling of a flag is enough to know which is meant.
+_SPELLINGS = re.compile(r"^argument (?:-\w/)?(--[\w-]+)(?:/\S+)?(?=: )")
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, but a wrong flag is one line and not the whole usage."""
 
@@ -36,6 +41,7 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.split()[2].partition("=")[0]
             message = f"there is no flag {unknown}{nearest(unknown, list(self._option_string_actions))}"
+        message = _SPELLINGS.sub(r"\1", message)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
