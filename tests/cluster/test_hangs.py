@@ -113,3 +113,17 @@ def test_a_shutdown_ends_all_agents(cluster: MakeCluster) -> None:
         assert (incident["kind"], incident["node"], incident["restarted"]) == ("requested", pair.addr(1), False)
         assert "asked to end the job: the disk is on fire" in pair.err(node)
     assert pair.leftovers() == []
+
+
+def test_continue_changes_nothing(cluster: MakeCluster) -> None:
+    pair = cluster()
+    job = asking(pair, "Continue", asker=1, nnodes="2")
+    job.start(0, 1)
+    world = job.wait_generation(0, 0, 1)
+    (pair.folder / "ask").touch()
+    assert job.goes_on(world)
+    job.release()
+    assert job.ends(0, 1) == [0, 0]
+    assert [asked["action"] for asked in pair.events(1, "rank.asked")] == ["continue"]
+    assert [job.causes(node) for node in (0, 1)] == [[], []]
+    assert pair.leftovers() == []
