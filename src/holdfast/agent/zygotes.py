@@ -136,17 +136,28 @@ class Zygotes:
     def clear_leftovers(self) -> None:
         """End what the last world's workers left running. Called before the next world starts, so none is its own."""
         zygotes = {zygote.pid for zygote in self._all_zygotes()}
-        if self._janitor is None or 0 in zygotes:
-            return  # one has not said yet who it is; the next world's end, or the janitor's, comes after it has
+        if self._janitor is None:
+            return
         for orphan in linux.children(self._janitor.pid):
             for pid in (orphan, *linux.descendants(orphan)) if orphan not in zygotes else ():
                 with contextlib.suppress(ProcessLookupError):
                     if pid not in self._leftovers:
                         self._leftovers[pid] = os.pidfd_open(pid)
+        if 0 not in zygotes:
+            self._end_leftovers_soon()  # else one of them may be a zygote that has not said yet who it is
+
+    def _end_leftovers_soon(self) -> None:
         if self._leftovers:
             # Some of them clean up behind a dead worker and end by themselves; the next world need not wait for that.
             self._loop.call_later(ORPHAN_EXIT_S, self._signal_leftovers, signal.SIGTERM)
             self._loop.call_later(ORPHAN_EXIT_S + ORPHAN_TERM_S, self._end_leftovers)
+
+    def _spare(self, zygote: int) -> None:
+        """The new zygote has said who it is, or is given up: what else was found is left over indeed."""
+        for pid in (zygote, *linux.descendants(zygote)) if zygote else ():
+            if (fd := self._leftovers.pop(pid, None)) is not None:
+                os.close(fd)
+        self._end_leftovers_soon()
 
     def _signal_leftovers(self, signum: int) -> None:
         for pid, fd in self._leftovers.items():
@@ -248,6 +259,7 @@ class Zygotes:
         match received and received[0]:
             case messages.Growing(pid=pid):
                 zygote.pid = pid
+                self._spare(pid)
             case messages.Ready() as ready:
                 unforkable = {name for name, why in ready.refused.items() if why.startswith("it ")}
                 if unforkable:
@@ -261,6 +273,7 @@ class Zygotes:
         """Without its channel it ends by itself."""
         zygote.close()
         self._growing = None
+        self._spare(0)
 
     def _take_over(self, zygote: Zygote, ready: messages.Ready) -> None:
         self._growing = None
