@@ -16,6 +16,7 @@ from holdfast.control import protocol, texts
 from holdfast.control.breaking import Breaking
 from holdfast.control.causes import Cause, Kind, signal_name
 from holdfast.control.forming import Phase
+from holdfast.control.hangs import longest
 from holdfast.control.membership import (
     BEATS,
     Member,
@@ -272,7 +273,7 @@ class Coordinator(Breaking):
 
     def _heard(self, now_s: float, member: Member, beat: protocol.Beat) -> protocol.Heard:
         """The answer to a beat: what all nodes have learned, and whom of the others its ranks may be waiting for."""
-        self.gaps_s = tuple(map(max, self.gaps_s, beat.gaps_s))
+        self.gaps_s = longest(self.gaps_s, beat.gaps_s)
         self.trained = self.trained or beat.trained
         member.busy_until_s = now_s + beat.busy_for_s
         member.calm_since_s = now_s - beat.calm_for_s if beat.calm_for_s >= 0 else -math.inf
@@ -281,7 +282,7 @@ class Coordinator(Breaking):
         calm_for_s = now_s - max((other.calm_since_s for other in others), default=-math.inf)
         return protocol.Heard(
             beat.now_s,
-            _gaps(self.gaps_s),
+            self.gaps_s,
             self.trained,
             busy_for_s=max(0.0, busy_until_s - now_s),
             calm_for_s=calm_for_s if math.isfinite(calm_for_s) else -1.0,
@@ -386,11 +387,6 @@ class Coordinator(Breaking):
         if not lifted:
             return [Send(visitor, answer)]
         return [Write(self._record(now_s)), Send(visitor, answer), *self._consider(now_s)]
-
-
-def _gaps(gaps_s: tuple[float, ...]) -> protocol.Gaps:
-    starting, training, evaluating, saving = gaps_s
-    return starting, training, evaluating, saving
 
 
 def _with(value: S, **changes: object) -> S:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from holdfast.control import protocol, texts
 from holdfast.control.account import Account
 from holdfast.control.causes import Cause
+from holdfast.control.hangs import NO_GAPS
 from holdfast.control.membership import Budget, Member, Policy, Record, Seat, Settings, choose, seat, shares, target
 from holdfast.control.orders import Action, Send, Timer, Write
 from holdfast.control.quarantine import Quarantine
@@ -72,7 +73,7 @@ class Forming:
         self.ending: protocol.Over | None = None  # how the job ends once this world is down: a rank asked for it
         self.groups: list[Group] = []  # what the ranks of a hung world were doing
         self.world_base = 0  # the steps that an optimizer had done before this world
-        self.gaps_s: tuple[float, ...] = protocol.NO_GAPS
+        self.gaps_s = NO_GAPS
         self.trained = False
         self.learned = record.learned if record and not record.over else ""
         self.missing: list[str] = []  # names of nodes that were lost since the last world

@@ -8,7 +8,7 @@ replaces what was learned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from operator import gt
 from typing import NamedTuple
@@ -17,7 +17,8 @@ import msgspec
 
 STARTING, TRAINING, EVALUATING, SAVING, ENDING = range(5)
 PHASES = ("starting", "training", "evaluating", "saving", "ending")
-Gaps = tuple[float, float, float, float]  # by phase
+Gaps = tuple[float, float, float, float]  # starting, training, evaluating, saving
+NO_GAPS: Gaps = (0.0, 0.0, 0.0, 0.0)
 MEASURED = 4  # phases whose gaps are learned
 
 FLOOR_S = 30.0
@@ -32,6 +33,11 @@ STARTING_FLOORS = 20
 SELDOM_FLOORS = 10
 # An agent that is this late has been stopped, or its machine has; so may the ranks have been, and they start afresh.
 LATE_S = 1.0
+
+
+def longest(ours_s: Gaps, theirs_s: Gaps) -> Gaps:
+    starting, training, evaluating, saving = map(max, ours_s, theirs_s)
+    return starting, training, evaluating, saving
 
 
 class Mode(StrEnum):
@@ -120,7 +126,7 @@ class Watch:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.gaps_s: Gaps = (0.0, 0.0, 0.0, 0.0)  # the longest of any rank in any world, of all nodes
+        self.gaps_s = NO_GAPS  # the longest of any rank in any world, of all nodes
         self.learned = False  # a rank has done enough steps, in any world
         self._fresh_s = 0.0  # ranks are not blamed for anything before
         self._told: dict[int, float] = {}  # ranks that were warned of, and since when they hang
@@ -134,7 +140,7 @@ class Watch:
     def agree(self, gaps_s: Gaps, learned: bool) -> None:
         """What was seen elsewhere. The longest counts."""
         if any(map(gt, gaps_s, self.gaps_s)):
-            self._set_gaps(map(max, self.gaps_s, gaps_s))
+            self.gaps_s = longest(self.gaps_s, gaps_s)
         self.learned = self.learned or learned
 
     def others(self, elsewhere: Busy) -> None:
@@ -177,9 +183,9 @@ class Watch:
             return now_s + first.limit_s  # once is enough, until it has gone on and hangs again
         if first.phase in range(MEASURED) and not again:
             # If this was no hang after all, the next world must not be stopped at the same place again.
-            gaps = list(self.gaps_s)
-            gaps[first.phase] = max(gaps[first.phase], 2 * first.limit_s / self.rules.safety_factor)
-            self._set_gaps(gaps)
+            doubled_s = [0.0] * MEASURED
+            doubled_s[first.phase] = 2 * first.limit_s / self.rules.safety_factor
+            self.gaps_s = longest(self.gaps_s, (doubled_s[0], doubled_s[1], doubled_s[2], doubled_s[3]))
         return first
 
     def _excused_s(self, now_s: float, hang: Hang, vitals: Vitals, busy: Callable[[], Busy]) -> float:
@@ -223,10 +229,6 @@ class Watch:
         what = "no first step" if phase == STARTING else "no step" if phase == TRAINING else PHASES[phase]
         since_s = self._since(max(vitals.alive_s, vitals.heartbeat_s, vitals.outside_s))
         return [Hang(rank, what, since_s, limit_s, phase=phase)]
-
-    def _set_gaps(self, gaps_s: Iterable[float]) -> None:
-        starting, training, evaluating, saving = gaps_s
-        self.gaps_s = (starting, training, evaluating, saving)
 
     def _since(self, at_s: float) -> float:
         return max(at_s, self._fresh_s)

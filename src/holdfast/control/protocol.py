@@ -11,15 +11,12 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.control.causes import Cause, Kind
+from holdfast.control.hangs import NO_GAPS, Gaps
 from holdfast.control.incidents import Incident
 from holdfast.control.stacks import Group
 from holdfast.control.worlds import World
 
 VERSION = 2
-
-
-Gaps = tuple[float, float, float, float]  # starting, training, evaluating, saving
-NO_GAPS: Gaps = (0.0, 0.0, 0.0, 0.0)
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
