@@ -79,6 +79,7 @@ class Job:
         command = [*program, f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
         command += ["--log-dir", log_dir or str(self.log_dir), *flags, str(script), *args]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
+        environment.pop("PYTHONUNBUFFERED", None)  # it makes a line two writes, and another rank's may come between
         environment |= {"HOLDFAST_TEST": self.mark, "NEWS": str(self.folder / "news"), "OMP_NUM_THREADS": "1"}
         environment |= {"STATE": str(self.folder), **(env or {})}
         with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
