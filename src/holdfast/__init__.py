@@ -8,11 +8,27 @@ from holdfast._version import __version__
 
 if TYPE_CHECKING:
     from holdfast.agent.launch import JobFailed, launch
+    from holdfast.checkpoint.accumulation import GradientAccumulation
+    from holdfast.checkpoint.checkpointer import Checkpointer
+    from holdfast.checkpoint.errors import CheckpointError
     from holdfast.worker.run import HealthCheckFailed, Run, init
 
-__all__ = ["HealthCheckFailed", "JobFailed", "Run", "__version__", "init", "launch"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "GradientAccumulation",
+    "HealthCheckFailed",
+    "JobFailed",
+    "Run",
+    "__version__",
+    "init",
+    "launch",
+]
 
 _HOMES = {
+    "CheckpointError": "holdfast.checkpoint.errors",
+    "Checkpointer": "holdfast.checkpoint.checkpointer",
+    "GradientAccumulation": "holdfast.checkpoint.accumulation",
     "launch": "holdfast.agent.launch",
     "JobFailed": "holdfast.agent.launch",
     "HealthCheckFailed": "holdfast.worker.run",

@@ -18,12 +18,12 @@ JOB = Job("run-1", os.getpid(), 2, "train.py", 3)
 TAKEN = Taken((Group((0, 1), 2, "all_reduce", True, ("x.py:1 f",)),), (), "/tmp/logs/stacks", 1, 1)
 
 
-async def reply(request: Request) -> Answer:
+async def reply(request: Request, pid: int) -> Answer:
     return JOB if isinstance(request, Who) else TAKEN
 
 
 @asynccontextmanager
-async def bell(answer: Callable[[Request], Awaitable[Answer]] = reply) -> AsyncIterator[Doorbell]:
+async def bell(answer: Callable[[Request, int], Awaitable[Answer]] = reply) -> AsyncIterator[Doorbell]:
     found = Doorbell(asyncio.get_running_loop(), answer)
     assert found.start()
     try:
@@ -94,7 +94,7 @@ def test_nonsense_is_refused_and_the_next_is_answered(text: bytes, why: str) -> 
 
 
 def test_an_answer_that_fails_or_is_too_long_is_an_answer() -> None:
-    async def fail(request: Request) -> Answer:
+    async def fail(request: Request, pid: int) -> Answer:
         if isinstance(request, Who):
             raise RuntimeError("no world")
         return Sorry("x" * doorbell.MAX_ANSWER_BYTES)
@@ -124,7 +124,7 @@ def test_a_caller_who_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_agent_that_says_nothing_is_given_up() -> None:
-    async def never(request: Request) -> Answer:
+    async def never(request: Request, pid: int) -> Answer:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -140,7 +140,7 @@ def test_an_agent_that_says_nothing_is_given_up() -> None:
 def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
 
-    async def note(request: Request) -> Answer:
+    async def note(request: Request, pid: int) -> Answer:
         asked.append(request)
         return JOB
 

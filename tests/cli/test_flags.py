@@ -90,6 +90,7 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--node_timeout": ("node_timeout", 3.0),
     "--retry-same-error": ("retry_same_error", False),
     "--retry_same_error": ("retry_same_error", False),
+    "--resume": ("resume", None),
     "--exit-code-from-cause": ("exit_code_from_cause", False),
     "--exit_code_from_cause": ("exit_code_from_cause", False),
     "--cold-start": ("cold_start", False),

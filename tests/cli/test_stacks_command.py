@@ -19,7 +19,7 @@ TAKEN = Taken(GROUPS, (2,), "/logs/stacks/0", 2, 1)
 
 
 def run(*argv: str, answer: Answer = TAKEN) -> int:
-    async def reply(request: Request) -> Answer:
+    async def reply(request: Request, pid: int) -> Answer:
         return Job(f"run-{PID}", PID, 3, "train.py", 1) if isinstance(request, Who) else answer
 
     async def scene() -> int:

@@ -230,7 +230,7 @@ def test_a_running_node_that_is_told_to_stop_says_so_passes_the_signal_on_and_en
     story = running()
     assert story.hears(StopRequested(signal.SIGINT)) == [
         Tell(protocol.Leaving(signal.SIGINT)),
-        Signal((0, 1), signal.SIGINT, "holdfast got SIGINT"),
+        Signal((0, 1), signal.SIGINT, "holdfast got SIGINT", drain=True),
         Timer("grace", 0, GRACE_S),
     ]
     assert story.ends(0, 0) == []
@@ -266,7 +266,7 @@ def test_a_second_ctrl_c_kills(at: Callable[[], Story]) -> None:
 def test_a_repeated_sigterm_is_passed_on_and_cuts_nothing_short() -> None:
     story = running()
     story.hears(StopRequested(signal.SIGTERM))
-    again = Signal((0, 1), signal.SIGTERM, "holdfast got SIGTERM while stopping")
+    again = Signal((0, 1), signal.SIGTERM, "holdfast got SIGTERM while stopping", drain=True)
     assert story.hears(StopRequested(signal.SIGTERM)) == [again]
     assert the(story.timer("grace"), Signal).signum == signal.SIGKILL
 

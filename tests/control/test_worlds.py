@@ -53,6 +53,7 @@ def test_a_worker_gets_every_variable_that_torchrun_sets() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "HOLDFAST_GENERATION": "4",
+        "HOLDFAST_JOB_ID": "",
     }
 
 

@@ -25,35 +25,21 @@ from holdfast.agent.logs import Logs, Plumbing, TorchrunLogs
 from holdfast.agent.monitors import Monitors
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
+from holdfast.agent.result import Result
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.stage import Stage
+from holdfast.agent.vault import Vault
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control import acts, protocol, restarts
 from holdfast.control import node as nodes
-from holdfast.control.causes import EXIT_CODES, Kind, RankExit, signal_name
-from holdfast.control.incidents import Incident
+from holdfast.control.causes import Kind, RankExit, signal_name
 from holdfast.observe import error_file, torchelastic
 from holdfast.observe.events import Sink
 from holdfast.wire import messages
 
 # What the agents alone need to know.
 SECRETS = ("HOLDFAST_SECRET", "HOLDFAST_ETCD_PASSWORD")
-
-
-class Result(msgspec.Struct, frozen=True):
-    """How a job ended."""
-
-    kind: Kind | None  # None is success
-    reason: str
-    incidents: tuple[Incident, ...]
-    exits: tuple[RankExit, ...]  # of the last world
-    run_dir: str | None
-
-    def exit_code(self, from_cause: bool) -> int:
-        if self.kind is None:
-            return 0
-        return EXIT_CODES[self.kind] if from_cause or self.kind is Kind.REQUESTED else 1
 
 
 class Agent:
@@ -79,6 +65,7 @@ class Agent:
         self._inbox: deque[acts.Event] = deque()
         self._acting = False
         self._stage: Stage | None = None
+        self._vault: Vault | None = None
         self._helpers_ready = False
         self._stop_signal: int | None = None
         self._threads: int | None = None
@@ -106,6 +93,8 @@ class Agent:
             if self._stage is not None:
                 self._stage.clear()
             await self._helpers.stop()
+            if self._vault is not None:
+                await self._vault.finish()
             if self._link is not None:
                 await self._link.close()
             return self._conclude(finish)
@@ -166,7 +155,9 @@ class Agent:
             program=msgspec.to_builtins(options.program),
             pid=os.getpid(),
         )
-        self._monitors = Monitors(self._loop, options, self._records, self._advance, self.say, nproc)
+        vault = self._vault = Vault(self._loop, self._env, nproc, options.shutdown_timeout_s, self._events, self.say)
+        self._at_end.callback(vault.close)
+        self._monitors = Monitors(self._loop, options, self._records, self._advance, self.say, nproc, vault)
         self._at_end.callback(self._monitors.close)
         self._stage = Stage(
             self._loop, options, self._helpers, self._planner, self._env, self._threads, self._records, plumbing, logs,
@@ -325,7 +316,7 @@ class Agent:
     # -- what is done about it ----------------------------------------------------------------------------------------
 
     def _do(self, action: acts.Action) -> None:
-        assert self._stage is not None
+        assert self._stage is not None and self._vault is not None
         match action:
             case acts.PrepareHelpers():
                 self._prepare_helpers()
@@ -337,13 +328,14 @@ class Agent:
                 self._monitors.agree(heard)
             case acts.Shown(shown=shown):
                 self._monitors.shown(shown)
-            case acts.Signal(ranks=ranks, signum=signum, why=why):
-                self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why)
+            case acts.Signal(ranks=ranks, signum=signum, why=why, drain=drain):
+                self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why, drain=drain)
                 if self._world is not None:
-                    self._world.signal(ranks, signum)
+                    self._world.signal(ranks, signum, drain)
             case acts.Timer(name=name, key=key, after_s=after_s):
                 self._loop.call_later(after_s, self._advance, acts.TimerFired(name, key))
             case acts.ClearLeftovers():
+                self._vault.persist()
                 self._stage.clear()
                 self._helpers.clear_leftovers()
             case acts.Tell(message=message):
@@ -405,4 +397,4 @@ class Agent:
             error_file.forward(path, last.status)
         exits = self._node.exits if self._node is not None else ()
         incidents = tuple(self._records.incidents)
-        return Result(finish.kind, finish.reason, incidents, exits, self._records.run_dir.path)
+        return Result(finish.kind, finish.reason, incidents, exits, self._records.run_dir.path, finish.drained)

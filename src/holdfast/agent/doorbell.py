@@ -13,19 +13,21 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
 
 from holdfast import linux
 from holdfast.control.stacks import Group
+from holdfast.wire.snapshots import Attach, Attached
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 REQUEST_S = 5.0
 ANSWER_S = 30.0
-MAX_CALLERS = 16
+MAX_CALLERS = 1024  # all ranks of a node ring at the same time
+MAX_FDS = 250  # with one message; the kernel allows 253
 
 # A line of /proc/net/unix: address, references, protocol, flags, type, state, inode, name.
 _NAME = re.compile(r"^\S+ \S+ \S+ ([0-9A-Fa-f]{8}) \S+ \S+ +\d+ @holdfast/(\d{1,10})/(\d{1,10})$", re.ASCII)
@@ -61,7 +63,16 @@ class Sorry(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-Request: TypeAlias = Who | Stacks
+class Handed:
+    """An answer that comes with descriptors: a socket, which is closed once it is sent, and others."""
+
+    def __init__(self, attached: Attached, line: socket.socket, slots: Sequence[int]) -> None:
+        self.attached = attached
+        self.line = line
+        self.slots = slots
+
+
+Request: TypeAlias = Who | Stacks | Attach
 Answer: TypeAlias = Job | Taken | Sorry
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
@@ -73,13 +84,20 @@ class NoAnswer(Exception):
 
 
 class Doorbell:
-    """The agent's end. Only its own user and root are answered."""
+    """The agent's end. Only its own user and root are answered. `answer` is given the question and who asks."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[Request], Awaitable[Answer]]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, answer: Callable[[Request, int], Awaitable[Answer | Handed]]
+    ) -> None:
         self._loop = loop
         self._answer = answer
         self._listener: socket.socket | None = None
         self._callers: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        """By which it is found, after a NUL; '' if it cannot be."""
+        return _name(os.getuid(), os.getpid())[1:] if self._listener is not None else ""
 
     def start(self) -> bool:
         """False where the name is taken, as by an agent in another container on this network. A job runs without."""
@@ -119,10 +137,24 @@ class Doorbell:
     async def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, TimeoutError):
             line = await asyncio.wait_for(self._read_line(connection), REQUEST_S)
-            text = msgspec.json.encode(await self._reply(line))
+            reply = await self._reply(line, _peer(connection)[0])
+            if isinstance(reply, Handed):
+                self._hand_over(connection, reply)
+                return
+            text = msgspec.json.encode(reply)
             if len(text) >= MAX_ANSWER_BYTES:
                 text = msgspec.json.encode(Sorry("the answer is too long"))
             await asyncio.wait_for(self._loop.sock_sendall(connection, text + b"\n"), ANSWER_S)
+
+    def _hand_over(self, connection: socket.socket, handed: Handed) -> None:
+        """Descriptors come with bytes: those that one message cannot take go ahead with a blank, which JSON allows. All
+        of it is far less than an empty socket takes at once."""
+        with handed.line:
+            fds = [handed.line.fileno(), *handed.slots]
+            while len(fds) > MAX_FDS:
+                socket.send_fds(connection, [b" "], fds[:MAX_FDS])
+                fds = fds[MAX_FDS:]
+            socket.send_fds(connection, [msgspec.json.encode(handed.attached) + b"\n"], fds)
 
     async def _read_line(self, connection: socket.socket) -> bytes:
         line = b""
@@ -132,7 +164,7 @@ class Doorbell:
             line += chunk
         return line
 
-    async def _reply(self, line: bytes) -> Answer:
+    async def _reply(self, line: bytes, pid: int) -> Answer | Handed:
         if len(line) > MAX_REQUEST_BYTES:
             return Sorry("the question is too long")
         try:
@@ -140,7 +172,7 @@ class Doorbell:
         except msgspec.MsgspecError as failure:
             return Sorry(f"not understood: {failure}")
         try:
-            return await self._answer(request)
+            return await self._answer(request, pid)
         except Exception as failure:  # a question must not end a job
             return Sorry(f"{type(failure).__name__}: {failure}")
 
@@ -153,7 +185,7 @@ def find() -> list[int]:
     return sorted(pid for uid, pid in _agents() if uid == os.getuid())
 
 
-def ask(pid: int, request: Request, timeout_s: float = ANSWER_S) -> Answer:
+def ask(pid: int, request: Who | Stacks, timeout_s: float = ANSWER_S) -> Answer:
     uid = _user_of(pid)
     until_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.agent.agent import Agent, Result
+from holdfast.agent.agent import Agent
 from holdfast.agent.logs import LogFilters, Logs
 from holdfast.agent.options import NUMA_MODES, Options
+from holdfast.agent.result import Result
 from holdfast.control.membership import Settings
 from holdfast.control.restarts import Decide
 from holdfast.fault_tolerance.config import FaultToleranceConfig, HangDetection

@@ -9,15 +9,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.agent.doorbell import Answer, Doorbell, Job, Request, Stacks
+from holdfast.agent.doorbell import Answer, Doorbell, Handed, Job, Request, Stacks
 from holdfast.agent.evidence import Evidence
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
+from holdfast.agent.vault import Vault
 from holdfast.agent.watching import Watching
 from holdfast.agent.world import RunningWorld, program_name
 from holdfast.control import acts, protocol
 from holdfast.control.hangs import Busy, Hang, Watch
 from holdfast.wire import messages
+from holdfast.wire.snapshots import Attach
 
 
 class Monitors:
@@ -31,12 +33,14 @@ class Monitors:
         post: Callable[[acts.Event], None],
         say: Callable[[str], None],
         nproc: int,
+        vault: Vault,
     ) -> None:
         self._options = options
         self._events = records.events
         self._post = post
         self._say = say
         self._nproc = nproc
+        self._vault = vault
         self._running: RunningWorld | None = None
         self._watch = Watch(options.rules)
         self._watching = Watching(loop, self._watch, self._hung, self._corrupt)
@@ -110,8 +114,15 @@ class Monitors:
         self._events.emit("beacon.corrupt", rank=rank, why=why)
         self._say(f"the beacon of rank {rank} is corrupt ({why}); whether it hangs cannot be seen any more")
 
-    async def _answer(self, request: Request) -> Answer:
+    @property
+    def doorbell(self) -> str:
+        """Where ranks can ask; '' if they cannot."""
+        return self._doorbell.name
+
+    async def _answer(self, request: Request, pid: int) -> Answer | Handed:
         """Somebody on this machine asks."""
+        if isinstance(request, Attach):
+            return await self._vault.attach(self._running, pid, request)
         if isinstance(request, Stacks):
             return await self._evidence.peek()
         return Job(

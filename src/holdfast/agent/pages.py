@@ -62,6 +62,17 @@ class Page:
     def lease(self, until_s: float) -> None:
         self._times[beacon.LEASE] = until_s
 
+    def drain(self) -> bool:
+        """Ask the rank to end at a boundary; False if it is none that would."""
+        if not self.written or self._words[beacon.DRAINS] != 1:
+            return False
+        self._words[beacon.DRAIN] = 1
+        return True
+
+    @property
+    def is_draining(self) -> bool:
+        return self._words[beacon.DRAIN] != 0
+
     def say_limits(self, limits_s: tuple[float, ...]) -> None:
         for phase, limit_s in enumerate(limits_s):
             self._times[beacon.LIMITS + phase] = limit_s

@@ -17,6 +17,7 @@ from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import World
 from holdfast.wire import messages
+from holdfast.wire.snapshots import DOORBELL, RESUME
 
 
 class Stage:
@@ -90,7 +91,15 @@ class Stage:
     def _start_ranks(self, running: RunningWorld, destinations: dict[int, Destination], filtered: str = "") -> None:
         self._destinations = destinations
         folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
-        running.launch(self._options, self._env, destinations, self._plumbing, folder, self._threads)
+        running.launch(
+            self._options, self._env, destinations, self._plumbing, folder, self._threads, self._own_env(running.world)
+        )
+
+    def _own_env(self, world: World) -> dict[str, str]:
+        """What ranks get from us beside torchrun's variables, whatever this agent was started with."""
+        # Only the first world begins where the user says; the next ones go on from there.
+        resume = self._options.resume if world.ordinal == 0 else ""
+        return {DOORBELL: self._monitors.doorbell, RESUME: resume}
 
     async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
         try:

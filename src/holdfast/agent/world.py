@@ -73,6 +73,7 @@ class RunningWorld:
         self._gone: set[int] = set()
         self._cold = False
         self.keeper_gone = False
+        self.all_forked = asyncio.Event()
 
     def launch(
         self,
@@ -82,6 +83,7 @@ class RunningWorld:
         plumbing: Plumbing,
         filtered_dir: str,
         threads: int | None,
+        more_env: Mapping[str, str],
     ) -> None:
         """Ask for all ranks and the store keeper. They come up side by side: the store's port is open already."""
         world = self.world
@@ -93,6 +95,7 @@ class RunningWorld:
             if options.virtual_local_rank:
                 env |= one_gpu_env(local_rank, inherited)
             env["TORCHELASTIC_ERROR_FILE"] = to.error_file
+            env |= more_env
             output = plumbing.open(to, world.role, rank, local_rank, filtered_dir)
             self._outputs[local_rank] = output
             ends = output.descriptors()
@@ -154,7 +157,9 @@ class RunningWorld:
         self._pids[local_rank] = pid
         if self._pending_signal is not None and local_rank != KEEPER:
             linux.signal_session(pid, self._pending_signal)
-        return len(self._pids) == self._processes
+        if len(self._pids) == self._processes:
+            self.all_forked.set()
+        return self.all_forked.is_set()
 
     def exited(self, message: messages.Exited) -> RankExit | None:
         """The end of one of this world's ranks, with all that is known of it; None if it is none of them."""
@@ -177,14 +182,18 @@ class RunningWorld:
             at_s=message.at_s,
             steps=self.pages[local_rank].steps,
             base=self.pages[local_rank].base,
+            drained=self.pages[local_rank].is_draining,
             raised=self._raised.get(rank) if message.status != 0 else None,
             stderr_tail=output.tail.text(),
             oom_killed=killed and self._oom.killed(message.pid),
         )
 
-    def signal(self, ranks: tuple[int, ...], signum: int) -> None:
+    def signal(self, ranks: tuple[int, ...], signum: int, drain: bool = False) -> None:
+        """`drain`: ranks that end by themselves when they are asked to are asked."""
         self._pending_signal = signum
         for rank in ranks:
+            if drain and self.pages[rank - self.world.first_rank].drain():
+                continue
             if (pid := self._pids.get(rank - self.world.first_rank)) is not None:
                 linux.signal_session(pid, signum)
                 if signum != signal.SIGKILL:
@@ -204,6 +213,13 @@ class RunningWorld:
 
     def pids(self) -> dict[int, int]:
         return {self.world.first_rank + r: pid for r, pid in self._pids.items() if r != KEEPER}
+
+    def local_rank_of(self, pid: int) -> int | None:
+        """Whose process that is. A command's may be a shell that has started the program."""
+        ranks = {rank_pid: r for r, rank_pid in self._pids.items() if r != KEEPER}
+        while self._cold and pid not in ranks and pid > 1:
+            pid = linux.parent(pid)
+        return ranks.get(pid)
 
     def close(self, free_port: bool = False) -> None:
         """The ranks are gone: end the store, the streams and the pages. A port that the next world is to have again is

@@ -9,6 +9,7 @@ _COMMANDS = {
     "run": "run a training script on ranks that come back when one is killed; takes torchrun's flags",
     "nodes": "show the nodes of a running job, or take back one that was set aside",
     "stacks": "show what the ranks of a running job are doing, and whom the others wait for",
+    "checkpoint": "list, verify, export, pin or remove what training has saved",
     "simulate": "try the control plane against simulated disasters, from a seed",
 }
 

@@ -16,6 +16,7 @@ from holdfast.cli.usage import Remember, nearest
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {
     *("restart_policy", "restart_budget", "restart_refill", "retry_same_error", "exit_code_from_cause", "cold_start"),
+    "resume",
     *("spares", "rank_assignment", "node_timeout", "secret_file", "insecure", "tls_cert", "tls_key", "tls_ca"),
     *fault_tolerance.DESTS,
 }
@@ -138,6 +139,16 @@ def at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
     number.__name__ = "int"
     return number
+
+
+def _checkpoint(text: str) -> str:
+    """Which checkpoint is meant. Whether it is there is known only to ranks, which have the directory."""
+    kind, separated, number = text.partition(":")
+    if kind in ("epoch", "step") and separated and not (number.isascii() and number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text}: a number is meant after {kind}:")
+    if not text.strip():
+        raise argparse.ArgumentTypeError("latest, best, epoch:N, step:N or a path is meant")
+    return text
 
 
 def _seconds(text: str) -> float:
@@ -368,6 +379,15 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         env=False,
         flag=True,
         help="go on even if the script raised the same exception three times in a row before its first step",
+    )
+    _add(
+        group,
+        "resume",
+        env=False,
+        type=_checkpoint,
+        default=None,
+        metavar="WHICH",
+        help="the checkpoint to begin with: latest (the default), best, epoch:N, step:N or a path",
     )
     _add(group, "exit-code-from-cause", env=False, flag=True, help="exit with a code that names the cause, see below")
     _add(group, "cold-start", env=False, flag=True, help="start each rank as a new process that imports torch itself")

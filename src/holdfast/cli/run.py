@@ -21,6 +21,7 @@ from holdfast.cli import cluster, fault_tolerance, flags
 from holdfast.cli.usage import Usage, nearest, one_of
 from holdfast.observe.torchelastic import HANDLERS
 from holdfast.wire.messages import Command, Module, Program, Script, portable
+from holdfast.wire.snapshots import RESUME
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,6 +75,8 @@ def read(args: Namespace) -> Options:
         prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_plugin=args.logs_specs,
         event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
+        # Somebody's variable from outside is taken for the flag, so that it too counts for the first world alone.
+        resume=args.resume or os.environ.get(RESUME, ""),
         ft=ft,
     )
 

@@ -126,9 +126,12 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Signal(msgspec.Struct, frozen=True):
+    """`drain`: ranks that can are asked to end at the same boundary instead."""
+
     ranks: tuple[int, ...]
     signum: int
     why: str
+    drain: bool = False
 
 
 class DumpStacks(msgspec.Struct, frozen=True):
@@ -202,6 +205,7 @@ class Finish(msgspec.Struct, frozen=True):
 
     kind: Kind | None
     reason: str = ""
+    drained: bool = False  # it was told to end, and all ranks here did so in order
 
 
 Action = (

@@ -57,8 +57,10 @@ class Breaking(Forming):
             return self._finish(now_s, self.ending.kind, self.ending.reason)  # its world was down already
         return written + self._consider(now_s)
 
-    def _node_failed(self, now_s: float, node: str, why: str, failing: protocol.Failing | None = None) -> list[Action]:
-        """Something is wrong with the world at this node."""
+    def _node_failed(
+        self, now_s: float, node: str, why: str, failing: protocol.Failing | None = None, drain: bool = False
+    ) -> list[Action]:
+        """Something is wrong with the world at this node. `drain`: not with its ranks."""
         if self.phase is Phase.STOPPING:
             return self._settle_if_down(now_s)
         if self.phase is not Phase.RUNNING:
@@ -67,7 +69,7 @@ class Breaking(Forming):
         healthy = len(self.undone & self.up) + len(self.done)
         if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
             return [] if node in self.up else self._go_on_without(now_s, why, healthy)
-        return self._break(now_s, why, failing)
+        return self._break(now_s, why, failing, drain)
 
     def _go_on_without(self, now_s: float, why: str, healthy: int) -> list[Action]:
         """With min-healthy the others are not stopped; the script has its own way to do without a node."""
@@ -80,16 +82,30 @@ class Breaking(Forming):
             actions += [Write(self._record(now_s)), *self._broadcast(protocol.Note(f"{noted.what}; {noted.action}"))]
         return actions + (self._succeed(now_s) if not self.undone and not self.up else [])
 
-    def _break(self, now_s: float, why: str, failing: protocol.Failing | None = None) -> list[Action]:
+    def _break(
+        self, now_s: float, why: str, failing: protocol.Failing | None = None, drain: bool = False
+    ) -> list[Action]:
         self.broken_at_s = now_s
         self._enter(Phase.STOPPING)
-        stop = protocol.Stop(self.generation, why)
+        # Ranks of nodes that are not here cannot be asked, and without them nobody gets to a boundary.
+        self.draining = drain and self.up <= set(self.members)
+        stop = protocol.Stop(self.generation, why, drain=self.draining)
         if failing is not None:
             stop = protocol.Stop(self.generation, why, failing.hang, failing.native)
-        stops: list[Action] = [Send(node, stop) for node in self.seats if node in self.up and node in self.members]
+        stops = self._to_world(stop)
         if self.absent:
             stops.append(Timer("return", self.epoch, self.settings.return_s))
         return stops + self._settle_if_down(now_s)
+
+    def _to_world(self, stop: protocol.Stop) -> list[Action]:
+        return [Send(node, stop) for node in self.seats if node in self.up and node in self.members]
+
+    def _give_up_drain(self, why: str) -> list[Action]:
+        """Ranks of one node will not get to the boundary. So the others need not wait for them there."""
+        if not self.draining or self.phase is not Phase.STOPPING:
+            return []
+        self.draining = False
+        return self._to_world(protocol.Stop(self.generation, why))
 
     def _down(self, now_s: float, node: str, member: Member, down: protocol.Down) -> list[Action]:
         member.ready, member.fit, member.store_port, member.busy = down.ready, down.fit, down.store_port, False
@@ -106,7 +122,9 @@ class Breaking(Forming):
             self.steps_known = self.steps_known or down.steps is not None
             self.steps_seen = self.steps_seen or bool(down.steps)
             self.up.discard(node)
-        return self._node_failed(now_s, node, f"the ranks of {member.hello.host} have ended")
+        why = f"the ranks of {member.hello.host} have ended"
+        given_up = self._give_up_drain(why) if down.causes else []
+        return given_up + self._node_failed(now_s, node, why)
 
     def _done(self, now_s: float, node: str, done: protocol.Done) -> list[Action]:
         self.world_steps = max(self.world_steps, done.steps or 0)

@@ -59,6 +59,7 @@ class RankExit(msgspec.Struct, frozen=True):
     stopped: bool = False  # because we had told it to
     not_started: str = ""  # why it never had a process
     base: int = 0  # steps that its optimizer had done before
+    drained: bool = False  # it was asked to end at a boundary
 
     @property
     def kind(self) -> Kind:

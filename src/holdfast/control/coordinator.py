@@ -114,7 +114,7 @@ class Coordinator(Breaking):
             case protocol.Stepped(generation=generation) if generation == self.generation:
                 return self._stepped(now_s, node, message.at_s + now_s - message.now_s)
             case protocol.Failing(generation=generation, why=why) if self._in_world(node, generation):
-                return self._node_failed(now_s, node, why, message)
+                return self._give_up_drain(why) + self._node_failed(now_s, node, why, message)
             case protocol.Down():
                 return self._down(now_s, node, member, message)
             case protocol.Done(generation=generation) if self._in_world(node, generation):
@@ -155,6 +155,7 @@ class Coordinator(Breaking):
             self.generation = max(self.generation, hello.generation)
             self.account.remember(hello.restarts)
             self.first_call_over = self.first_call_over or hello.generation >= 0
+            self.job_id = hello.job_id or self.job_id
             actions.append(Write(self._record(now_s)))
         self.learned = self.learned or hello.learned
         self.remembered = self.remembered or hello.term >= 0
@@ -248,7 +249,8 @@ class Coordinator(Breaking):
         self.missing.append(host)
         if headline:
             self.causes.append(Cause(Kind.LOST_NODE, headline, now_s, node=host))
-        return self._node_failed(now_s, node, headline or f"node {host} has left")
+        why = headline or f"node {host} has left"
+        return self._give_up_drain(why) + self._node_failed(now_s, node, why)
 
     def _leaving(self, now_s: float, node: str, member: Member, signum: int) -> list[Action]:
         if member.leaving is not None:
@@ -260,7 +262,7 @@ class Coordinator(Breaking):
             return self._consider(now_s)
         headline = f"node {member.hello.host} leaves: it got {signal_name(signum)}"
         self.causes.append(Cause(Kind.PREEMPTED, headline, now_s, node=member.hello.host))
-        return self._node_failed(now_s, node, f"node {member.hello.host} leaves")
+        return self._node_failed(now_s, node, f"node {member.hello.host} leaves", drain=True)
 
     # -- the world runs -----------------------------------------------------------------------------------------------
 
@@ -340,6 +342,7 @@ class Coordinator(Breaking):
         absent = [node for node in self.seats if node in self.absent]
         if not self.remembered and len(absent) == len(self.up):
             self.account.begin_anew()
+            self.job_id, self.first_generation = self._new_job_id, self.generation + 1
             self.up, self.absent, self.causes, self.ending = set(), set(), [], None
             return self._gather(now_s)
         for node in absent:

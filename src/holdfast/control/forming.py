@@ -13,6 +13,7 @@ from holdfast.control.orders import Action, Send, Timer, Write
 from holdfast.control.quarantine import Quarantine
 from holdfast.control.restarts import Decide, decide_unless_same_error
 from holdfast.control.stacks import Group
+from holdfast.control.worlds import World
 
 
 class Phase(StrEnum):
@@ -49,6 +50,9 @@ class Forming:
         self.since, self.former = term, None
         if record is not None:
             self.since, self.former = (term, record.over) if record.over else (record.since, record.former)
+        self.job_id, self.first_generation = self._new_job_id, self.generation + 1
+        if record is not None and not record.over and record.job_id:
+            self.job_id, self.first_generation = record.job_id, record.first_generation
         self.epoch = 0  # of the phase, so that an old timer is known as such
         self.seats: dict[str, Seat] = {}
         self.up: set[str] = set()  # nodes of the world that may have live ranks
@@ -66,6 +70,7 @@ class Forming:
         self.launched_at_s = 0.0
         self.broken_at_s = 0.0
         self.causes: list[Cause] = []
+        self.draining = False  # its ranks were asked to end at a boundary
         self.joining = ""  # why a world that nothing is wrong with is being stopped
         self.first_call_over = False
         self.inherited = False  # the world was formed by an earlier coordinator
@@ -147,9 +152,7 @@ class Forming:
         self._enter(Phase.RUNNING)
         launches: list[Action] = [
             Send(place.node, protocol.Launch(world, self.learned))
-            for place, world in zip(
-                seats, shares(self.settings, seats, self.generation, self.account.history.spent), strict=True
-            )
+            for place, world in zip(seats, self._shares(seats), strict=True)
         ]
         return [Write(self._record(now_s)), *launches, *self._stand_by()]
 
@@ -167,9 +170,12 @@ class Forming:
         self.launched_at_s = now_s
 
     def _launch_of(self, node: str) -> protocol.Launch:
-        seats = tuple(self.seats.values())
-        worlds = shares(self.settings, seats, self.generation, self.account.history.spent)
+        worlds = self._shares(tuple(self.seats.values()))
         return protocol.Launch(worlds[self.seats[node].group_rank], self.learned)
+
+    def _shares(self, seats: tuple[Seat, ...]) -> list[World]:
+        ordinal = self.generation - self.first_generation
+        return shares(self.settings, seats, self.generation, self.account.history.spent, self.job_id, ordinal)
 
     def _grow_if_possible(self, now_s: float) -> list[Action]:
         settings = self.settings
@@ -187,7 +193,7 @@ class Forming:
         if not free and self.account.history.left <= 0:
             return self._stand_by("no restarts are left to take it in")
         self.joining = texts.joined(new)
-        return self._break(now_s, self.joining)
+        return self._break(now_s, self.joining, drain=True)
 
     def _stand_by(self, why: str = "") -> list[Action]:
         """Tell those that are not in the world, once."""
@@ -210,7 +216,9 @@ class Forming:
             return [Send(newcomer, protocol.Waiting(text))]
         return self._broadcast(protocol.Waiting(text)) if self.missing else []
 
-    def _break(self, now_s: float, why: str, failing: protocol.Failing | None = None) -> list[Action]:
+    def _break(
+        self, now_s: float, why: str, failing: protocol.Failing | None = None, drain: bool = False
+    ) -> list[Action]:
         """Stop the world, to form another."""
         raise NotImplementedError
 
@@ -219,6 +227,11 @@ class Forming:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.epoch += 1
+
+    @property
+    def _new_job_id(self) -> str:
+        """Of a job that begins in this term: the node's part is of one life of one agent, so no other has it."""
+        return f"{self.node}.{self.term}"
 
     @property
     def confirmed(self) -> bool:
@@ -249,6 +262,8 @@ class Forming:
             former=self.former,
             learned=self.learned,
             ending=self.ending,
+            job_id=self.job_id,
+            first_generation=self.first_generation,
         )
 
     def _broadcast(self, message: protocol.ToAgent) -> list[Action]:

@@ -104,6 +104,8 @@ class Record(msgspec.Struct, frozen=True):
     former: Over | None = None  # how that one ended
     learned: str = ""  # the timeouts that ranks have agreed on
     ending: Over | None = None  # how the job ends once that world is down: a rank asked for it
+    job_id: str = ""
+    first_generation: int = 0  # of the worlds of that job
 
 
 class Member:
@@ -185,7 +187,9 @@ def _keep_ranks(members: list[Member], had: dict[str, int]) -> list[Member]:
     return [place if place is not None else next(rest) for place in places]
 
 
-def shares(settings: Settings, seats: Sequence[Seat], generation: int, restarts: int) -> list[World]:
+def shares(
+    settings: Settings, seats: Sequence[Seat], generation: int, restarts: int, job_id: str = "", ordinal: int = 0
+) -> list[World]:
     """Each node's own share of the world, in the order of the seats. The store is on the node with group rank 0."""
     role_sizes: dict[str, int] = {}
     for place in seats:
@@ -211,6 +215,8 @@ def shares(settings: Settings, seats: Sequence[Seat], generation: int, restarts:
                 group_size=len(seats),
                 role_first_rank=role_ranks[place.role],
                 role_size=role_sizes[place.role],
+                job_id=job_id,
+                ordinal=ordinal,
             )
         )
         first_rank += place.local_size

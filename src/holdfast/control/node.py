@@ -136,7 +136,7 @@ class Node(Standing):
             case protocol.Launch() if not self.welcomed:
                 return []  # meant for an earlier contact, by a coordinator that had not yet heard what we said in this
             case protocol.Launch(world=world) if world.generation > self.generation:
-                self.generation, self.restarts = world.generation, world.restart_count
+                self.generation, self.restarts, self.job_id = world.generation, world.restart_count, world.job_id
                 self.pending, self.learned = world, event.learned or self.learned
                 if self.live:
                     # Ranks of an older world: whatever they do now, nobody wants it.
@@ -172,6 +172,7 @@ class Node(Standing):
         self.stepped = self.sent = frozenset()
         self.exits, self.causes, self.failing, self.lost_steps = (), (), "", None
         self.hung, self.dumping, self.groups, self.request = False, False, (), None
+        self.draining = False
         return [Run(world, self.learned)]
 
     def _told_to_stop(self, now_s: float, stop: protocol.Stop) -> list[Action]:
@@ -184,10 +185,17 @@ class Node(Standing):
         if not self.live:
             return self._tell(self._end_of_world(now_s))
         if self.phase is not Phase.RUNNING:
-            return []
+            return self._give_up_drain(stop.why) if not stop.drain else []
         if stop.hang:
             return self._stop_hung(now_s, stop.why, stop.native)
-        return self._stop(now_s, signal.SIGTERM, stop.why)
+        return self._stop(now_s, signal.SIGTERM, stop.why, drain=stop.drain)
+
+    def _give_up_drain(self, why: str) -> list[Action]:
+        """A boundary needs all ranks. Once one has failed, the others would wait for it until the grace is over."""
+        if not self.draining:
+            return []
+        self.draining = False
+        return self._send(signal.SIGTERM, why)
 
     def _stepped(self, now_s: float, event: Stepped) -> list[Action]:
         assert self.world is not None
@@ -205,9 +213,13 @@ class Node(Standing):
         self.exits += (exit,)
         if self.phase is Phase.RUNNING and exit.status != 0:
             return self._fail(now_s, f"rank {exit.rank} failed: {exit.headline}")
-        if self.live:
-            return []
-        return self._down(now_s)
+        if not self.live:
+            return self._down(now_s)
+        if exit.drained and exit.status != 0 and self.draining:
+            assert self.world is not None
+            why = f"rank {exit.rank} failed while all were to end: {exit.headline}"
+            return [*self._tell(protocol.Failing(self.world.generation, why)), *self._give_up_drain(why)]
+        return []
 
     def _was_told(self, exit: RankExit) -> bool:
         """Whether a rank ended because we told it to. One that had raised before, or that was killed by a signal we
@@ -235,7 +247,7 @@ class Node(Standing):
         cleared: list[Action] = [] if self._succeeded else [ClearLeftovers()]
         told = self._tell(self._end_of_world(now_s))
         if self.over is not None:
-            return [*cleared, *told, *self._finish(self.over)]
+            return [*cleared, *told, *self._finish(self._in_order(self.over))]
         if self._succeeded and not self.contact:
             self.contacts += 1  # a shorter wait than before
             return [*cleared, *self._wait_for_contact()]
@@ -247,6 +259,14 @@ class Node(Standing):
             return self._finish(finish)
         self.over = self.over or finish
         return self._stop(now_s, signal.SIGTERM, why) if self.phase is Phase.RUNNING else []
+
+    def _in_order(self, finish: Finish) -> Finish:
+        """Whoever told this node to end need not take it for a failure if all ranks did as they were asked."""
+        ended = all(exit.status == 0 and exit.drained for exit in self.exits)
+        if finish.kind is not Kind.PREEMPTED or not self.exits or not ended or self.causes or self.failing:
+            return finish
+        reason = f"{finish.reason}; all ranks saved and ended by themselves"
+        return Finish(finish.kind, reason, drained=True)
 
     def _finish(self, finish: Finish) -> list[Action]:
         self.phase = Phase.DONE
@@ -368,7 +388,7 @@ class Node(Standing):
             # A second Ctrl-C means now. Schedulers repeat SIGTERM while ranks save their state; that must not cut it
             # short.
             again = signal.SIGKILL if signum == signal.SIGINT else signum
-            return self._send(again, f"holdfast got {signal_name(signum)} while stopping")
+            return self._send(again, f"holdfast got {signal_name(signum)} while stopping", self.draining)
         self.stop_signal = signum
         self.pending = None
         leaving = self._tell(protocol.Leaving(signum))
@@ -377,8 +397,8 @@ class Node(Standing):
         self.over = self._preempted()
         why = f"holdfast got {signal_name(signum)}"
         if self.phase is Phase.STOPPING:
-            return leaving + self._send(signum, why)
-        return leaving + self._stop(now_s, signum, why)
+            return leaving + self._send(signum, why, self.draining)
+        return leaving + self._stop(now_s, signum, why, drain=True)
 
     def _preempted(self) -> Finish:
         return Finish(Kind.PREEMPTED, f"stopped by {signal_name(self.stop_signal or 0)}")
@@ -416,18 +436,19 @@ class Node(Standing):
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
-    def _stop(self, now_s: float, signum: int, why: str) -> list[Action]:
+    def _stop(self, now_s: float, signum: int, why: str, drain: bool = False) -> list[Action]:
         self.phase = Phase.STOPPING
         self.stop_sent_at_s = now_s
-        return self._send_stop(signum, why)
+        self.draining = drain
+        return self._send_stop(signum, why, drain)
 
-    def _send_stop(self, signum: int, why: str) -> list[Action]:
+    def _send_stop(self, signum: int, why: str, drain: bool = False) -> list[Action]:
         assert self.world is not None
         if signum == signal.SIGKILL:
             self.waits = 0
             return [*self._send(signum, why), Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
-        return [*self._send(signum, why), Timer("grace", self.world.generation, self.grace_s)]
+        return [*self._send(signum, why, drain), Timer("grace", self.world.generation, self.grace_s)]
 
-    def _send(self, signum: int, why: str) -> list[Action]:
+    def _send(self, signum: int, why: str, drain: bool = False) -> list[Action]:
         self.sent |= {signum}
-        return [Signal(tuple(sorted(self.live)), signum, why)]
+        return [Signal(tuple(sorted(self.live)), signum, why, drain and signum != signal.SIGKILL)]

@@ -16,7 +16,7 @@ from holdfast.control.incidents import Incident
 from holdfast.control.stacks import Group
 from holdfast.control.worlds import World
 
-VERSION = 2
+VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -69,6 +69,7 @@ class Hello(Message, frozen=True):
     settings: str = ""  # what must be the same on all nodes, for a warning where it is not
     now_s: float = 0.0
     learned: str = ""  # the timeouts that its ranks have agreed on
+    job_id: str = ""  # of the worlds that it has had
     asks: Request | None = None  # of its last world, which may be over; the next one must not be formed without it
 
 
@@ -223,12 +224,14 @@ class Launch(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End the ranks of the generation and of any older one. If it hangs, write down first what they are doing."""
+    """End the ranks of the generation and of any older one. If it hangs, write down first what they are doing; if
+    nothing is wrong with it, let them end at a boundary."""
 
     generation: int
     why: str
     hang: bool = False
     native: bool = False
+    drain: bool = False
 
 
 class Show(Message, frozen=True):

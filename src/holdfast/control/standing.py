@@ -57,6 +57,7 @@ class Standing:
         self.arrival = -1
         self.generation = -1  # the newest that this node was told of
         self.restarts = 0
+        self.job_id = ""
         self.world: World | None = None  # the last one that was run here
         self.pending: World | None = None  # waits until the old ranks are gone and helpers are there
         self.live: frozenset[int] = frozenset()
@@ -71,6 +72,7 @@ class Standing:
         self.learned = ""  # the timeouts that ranks have agreed on
         self.request: protocol.Request | None = None  # of one of this world's ranks
         self.sent: frozenset[int] = frozenset()  # signals that this world's ranks were sent
+        self.draining = False  # they were asked to end at a boundary
         self.stop_sent_at_s = 0.0
         self.stop_signal: int | None = None  # this node was told to end
         self.lost_steps: int | None = None  # known from the beacons of ranks that died with their zygote
@@ -120,6 +122,7 @@ class Standing:
             ready=self.helpers,
             learned=self.learned if len(self.learned) <= protocol.MAX_LEARNED else "",
             asks=self.request,
+            job_id=self.job_id,
             now_s=now_s,
         )
         return [Tell(hello), *self._report(now_s)]

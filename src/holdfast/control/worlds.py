@@ -24,6 +24,8 @@ class World(msgspec.Struct, frozen=True):
     group_size: int = 1
     role_first_rank: int = 0
     role_size: int = 0  # 0: this node is all of its role
+    job_id: str = ""  # of this start of the job, whose name others may have had before
+    ordinal: int = 0  # how many worlds of that start there were before
 
     @property
     def size(self) -> int:
@@ -51,6 +53,7 @@ def worker_env(world: World, local_rank: int, inherited: Mapping[str, str]) -> d
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "HOLDFAST_GENERATION": str(world.generation),
+        "HOLDFAST_JOB_ID": world.job_id,
     }
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         if name in inherited:

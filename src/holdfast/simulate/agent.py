@@ -242,10 +242,10 @@ class Agent(Process):
                 self.look(self.group)
                 self.groups = [group for group in self.groups if group.alive] + [self.group]
                 self.sim.training.join(self.group)
-            case acts.Signal(ranks=ranks, signum=signum):
+            case acts.Signal(ranks=ranks, signum=signum, drain=drain):
                 self.timeline.note(self.node_id, action)
                 if self.group is not None:
-                    self.group.signal(ranks, signum)
+                    self.group.signal(ranks, signum, drain)
             case acts.PrepareHelpers():
                 self._helpers += 1
                 delay_s = self.timeline.random.uniform(0.3, 2.5)
@@ -353,7 +353,8 @@ class Agent(Process):
 
     def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
         base = max(0, group.ensemble.base) if group.ensemble is not None else 0
-        exit = RankExit(rank, 1000 + rank, status, at_s, group.steps, raised, oom_killed=oom, base=base)
+        asked = rank in group.asked
+        exit = RankExit(rank, 1000 + rank, status, at_s, group.steps, raised, oom_killed=oom, base=base, drained=asked)
         self.feed(acts.Exited(group.world.generation, exit))
 
     def lose_helpers(self) -> None:

@@ -407,6 +407,28 @@ def progress_not_seen() -> Any:
     return mock.patch.object(History, "_stalled", lambda self, failure: self.stalled + 1)
 
 
+def drained_though_killed() -> Any:
+    """A node that was told to end says that its ranks ended in order, however they did."""
+
+    def in_order(self: Node, finish: acts.Finish) -> acts.Finish:
+        return acts.Finish(finish.kind, finish.reason, drained=finish.kind is causes.Kind.PREEMPTED)
+
+    return mock.patch.object(Node, "_in_order", in_order)
+
+
+def job_id_per_term() -> Any:
+    """A coordinator that takes over takes the job for another one."""
+
+    def make(real: Any) -> Any:
+        def begin(self: Coordinator, now_s: float) -> Any:
+            self.job_id = f"{self.node}.{self.term}"
+            return real(self, now_s)
+
+        return begin
+
+    return _instead(Coordinator, "begin", make)
+
+
 def none() -> Any:
     """No bug at all."""
     return contextlib.nullcontext()
@@ -421,7 +443,7 @@ BUGS: dict[str, Bug] = {
         leaver_taken, world_not_confirmed, never_gives_up, launch_without_welcome, ranks_left_behind, cause_forgotten,
         two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome, hang_ignored, dump_awaited, sleep_blamed,
         short_limit, waiting_blamed, exclusion_forgotten, excluded_until_its_next_agent, end_not_written,
-        end_as_a_failure, progress_ignored, progress_not_seen,
+        end_as_a_failure, progress_ignored, progress_not_seen, drained_though_killed, job_id_per_term,
     )
 }  # fmt: skip
 

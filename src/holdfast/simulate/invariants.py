@@ -132,7 +132,7 @@ class Checker:
         plan = self.worlds.get(generation)
         if plan is None:
             plan = self._new_world(at_s, event)
-        shared = ("restart_count", "max_restarts", "master_addr", "master_port", "world_size", "group_size")
+        shared = ("restart_count", "max_restarts", "master_addr", "master_port", "world_size", "group_size", "job_id")
         for name in shared:
             if getattr(world, name) != getattr(plan.world, name):
                 text = f"{name} of generation {generation} is {getattr(plan.world, name)} and {getattr(world, name)}"
@@ -190,6 +190,8 @@ class Checker:
         ended = before.incident
         if before.world.generation in self._given_up:
             return
+        if before.world.job_id != plan.world.job_id:
+            raise Violation("generations", f"generation {generation} is of another job than the one before")
         if apart == 1 and is_ == was and ended is not None and ended.kind not in free:
             raise Violation("restarts", f"generation {generation} was not charged for: {ended.headline}")
 

@@ -37,6 +37,8 @@ class Group:
         self.gaps_s = [0.0, 0.0, 0.0, 0.0]
         self.ensemble: Ensemble | None = None
         self.steps = 0
+        self.asked: set[int] = set()  # ranks that are to end at a boundary
+        self.ends: dict[int, int] = {}  # how those that have ended did
         self._signalled: dict[int, int] = {}
 
     @property
@@ -109,8 +111,12 @@ class Group:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def signal(self, ranks: tuple[int, ...], signum: int) -> None:
+    def signal(self, ranks: tuple[int, ...], signum: int, drain: bool = False) -> None:
         timeline, program = self.agent.timeline, self.agent.sim.scenario.program
+        if drain and program.drains and self.started:
+            self.asked.update(rank for rank in ranks if rank in self.alive)
+            self.agent.sim.training.asked(self)
+            return
         for rank in ranks:
             if rank not in self.alive or rank in self.stuck:
                 continue
@@ -135,6 +141,7 @@ class Group:
             self.agent.timeline.after(0.2, self.end, rank, status, raised, oom, silent)
             return
         del self.alive[rank]
+        self.ends[rank] = status
         agent = self.agent
         at_s = agent.host.clock_s()
         if not silent:
@@ -164,6 +171,7 @@ class Ensemble:
         self.began = False
         self.broken = False
         self.complete = False
+        self.drained = False  # it has come to a boundary at which all were to end
         self.former = False  # of a job that has ended; it may run on until its leases are over
         self.stalled_s = 0.0
 
@@ -214,7 +222,7 @@ class Training:
 
     def _step(self, world: Ensemble) -> None:
         groups = self._together(world) if self._needed else world.groups
-        if world.broken or world.complete or not any(group.alive for group in world.groups):
+        if world.broken or world.complete or world.drained or not any(group.alive for group in world.groups):
             return
         step_s = self.program.step_s
         if not self._can_step(groups):
@@ -293,6 +301,29 @@ class Training:
             else:
                 self.timeline.after(self.program.backend_timeout_s, self._peer_fails, group)
 
+    # -- planned ends -------------------------------------------------------------------------------------------------
+
+    def asked(self, group: Group) -> None:
+        """Ranks end at a boundary once all have heard of it. Some never get there."""
+        world = group.ensemble
+        assert world is not None
+        heard = all(each.asked >= set(each.alive) for each in world.groups)
+        if heard and len(world.groups) == world.size and not self.timeline.chance(self.program.never_drains):
+            self.timeline.after(self.timeline.random.uniform(0.0, 2.0) * self.program.step_s, self._boundary, world)
+
+    def _boundary(self, world: Ensemble) -> None:
+        if world.drained or world.broken or world.complete or world.former or not self._can_step(world.groups):
+            return
+        world.drained = True
+        self.timeline.note("training", f"generation {world.generation} ends at a boundary")
+        step = max(0, world.base) + world.steps
+        if world.steps and world.generation >= self.committed[0] and step > self.committed[1]:
+            self.committed = (world.generation, step)
+            self.sim.checker.saw(self.timeline.now_s, seen.Committed(*self.committed))
+        for group in world.groups:
+            for rank in group.awake():
+                self.timeline.after(self.timeline.random.uniform(0.0, 0.5), group.end, rank, 0)
+
     def _fail_somewhere(self, groups: list[Group]) -> None:
         group = self.timeline.random.choice(groups)
         if (awake := group.awake()) and not group.agent.host.frozen:
@@ -301,7 +332,7 @@ class Training:
     def rank_ended(self, group: Group, rank: int, status: int) -> None:
         world = group.ensemble
         assert world is not None
-        if world.complete and status == 0:
+        if (world.complete or world.drained) and status == 0:
             return
         if self._needed or world.broken:
             return

@@ -31,6 +31,8 @@ class Program(msgspec.Struct, frozen=True):
     deaf: float  # how often a rank ignores SIGTERM
     stuck: float  # how often it cannot be ended at all
     fails_at: int  # the step at which it fails in every world, or -1
+    drains: bool  # its ranks end at a boundary when they are asked to
+    never_drains: float  # how often they do not get there
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
     node_timeout_s = rng.choice((1.5, 3.0, 3.0, 3.0, 4.5))
     step_s = rng.uniform(0.1, 0.3 if isolated else 1.0)
     watch = random.Random(f"hangs {seed}")
+    ends = random.Random(f"drains {seed}")
     settings = Settings(
         run_id="simulated",
         min_nodes=min_nodes,
@@ -93,6 +96,8 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
             deaf=rng.choice((0.0, 0.05, 0.3)),
             stuck=rng.choice((0.0, 0.0, 0.002)),
             fails_at=rng.choice((0, 3, 12)) if rng.random() < 0.06 else -1,
+            drains=ends.random() < 0.4,
+            never_drains=ends.choice((0.0, 0.0, 0.2, 1.0)),
         ),
         grace_s=rng.uniform(0.5, 5.0),
         close_timeout_s=rng.uniform(3.0, 30.0),

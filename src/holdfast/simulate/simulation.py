@@ -83,6 +83,9 @@ class Simulation:
         now_s = self.timeline.now_s
         self.ends.append((agent.node_id, finish.kind, finish.reason))
         self.checker.saw(now_s, seen.Finished(agent.node_id, finish.kind, finish.reason, agent.live_ranks()))
+        ends = agent.group.ends if agent.group is not None else {}
+        if finish.drained and (not ends or any(ends.values()) or agent.machine.stop_signal is None):
+            raise Violation("drains", f"{agent.node_id} says that all ranks ended in order, but they did {ends}")
         if finish.kind is None and not self.training.complete and not self.checker.is_spare(agent.node_id):
             raise Violation("the end", f"{agent.node_id} finished with success, but the training has not")
 

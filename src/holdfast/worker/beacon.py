@@ -27,9 +27,11 @@ GAPS = 9  # one a phase, but for the last
 BASE, CLIENT_AT, HEARTBEAT_AT, FIRST_LIMIT, HEARTBEAT_LIMIT, OUTSIDE_AT, OUTSIDE_LIMIT, OPEN, KNOWN, END = range(13, 23)
 RANKS_FIELDS = "=QQQQdQdQd4dQddddddQQQ"  # the same, for struct
 BUSY_AT = 23  # when it was last done with an evaluation or a save
+DRAINS = 24  # 1: it looks at DRAIN after each step, saves when it is told to, and ends by itself
 # then those of the agent:
 LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
 LIMITS = 36  # one a phase
+DRAIN = 48  # 1: the rank is to end at the next boundary
 
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 HEADER_BYTES = 4096
@@ -118,6 +120,14 @@ class Beacon:
         whichever of the two is first, the other is seen."""
         if deadline_s < self.times[WAKE_AT]:
             self.poke()
+
+    def drains(self) -> None:
+        """Say that this rank is to be asked, rather than signalled, where there is time to end in order."""
+        self.words[DRAINS] = 1
+
+    @property
+    def drain_requested(self) -> bool:
+        return self.words[DRAIN] != 0
 
     @property
     def has_lease(self) -> bool:

@@ -60,6 +60,7 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         errors.show(interrupt)
         raise SystemExit(128 + signal.SIGINT) from None
     except BaseException as failure:
+        here.failed = True
         if place.current() is here:
             reporter.raised(failure)
         errors.show(failure)

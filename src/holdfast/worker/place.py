@@ -21,6 +21,7 @@ class Place:
         self.rank = rank
         self.generation = generation
         self.slot = slot
+        self.failed = False  # whether its program has ended by an exception
         self._socket = socket.socket(fileno=os.dup(report_fd))
         self._identity = _identity(report_fd)
         self.beacon = Beacon(beacon_fd, slot, generation, self._poke)

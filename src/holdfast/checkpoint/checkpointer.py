@@ -1,0 +1,334 @@
+"""`holdfast.Checkpointer`: the state of a training run, saved beside it and found again."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import MutableMapping
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+import msgspec
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.checkpoint import contents, learned, randomness, settings, sharing, terms, writing
+from holdfast.checkpoint.appointments import Appointments
+from holdfast.checkpoint.courier import Courier, Delivery, Parcel
+from holdfast.checkpoint.errors import CheckpointError
+from holdfast.checkpoint.format import epoch_file, step_folder
+from holdfast.checkpoint.pace import FIRST, Pace
+from holdfast.checkpoint.restore import Restored, Restoring
+from holdfast.checkpoint.snapshots import Moment, Snapshots
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.together import join
+from holdfast.worker import place
+from holdfast.worker.beacon import PHASE, Phase
+
+log = logging.getLogger("holdfast")
+
+EXIT_S = 600.0
+HAND_OVER_S = 5.0
+
+
+class Checkpointer:
+    """Saves and restores `state`: a dict of modules, optimizers, anything else with `state_dict` and `load_state_dict`,
+    tensors and plain values. Every rank makes one, with the same arguments, and calls the same methods."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        state: MutableMapping[str, Any] | None = None,
+        *,
+        keep: int = 3,
+        keep_best: int = 0,
+        keep_every: int = 0,
+        metric: str = "loss",
+        mode: str = "min",
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        memory_every: int | None = None,
+        shared: bool = True,
+    ) -> None:
+        self.state = state if state is not None else {}
+        contents.check(self.state)
+        self._policy = settings.policy(keep, keep_best, keep_every, metric, mode)
+        self._every_steps = settings.steps("every_steps", every_steps)
+        self._every_s = settings.minutes("every_minutes", every_minutes)
+        self._memory_every = settings.steps("memory_every", memory_every, least=0)
+        self._chooses_pace = memory_every is None
+        self.directory = settings.directory(directory)
+        self._storage = open_storage(self.directory)
+        self._together = together = join()
+        self._shared = shared or "://" in self.directory
+        if self._shared and "://" not in self.directory:
+            sharing.check(self._storage, together)
+        desk = writing.attach()
+        has_agent = self._has_agent = together.agree(b"1" if desk is not None else b"0", min) == b"1"
+        if desk is not None and not has_agent:
+            desk.close()
+        self._desk = desk if desk is not None and has_agent else writing.start_own()
+        local_rank = self._desk.own[0] // 2 if has_agent else None
+        self._position = settings.position(together.rank, together.size, local_rank)
+        self._generation = settings.generation()
+        world = self._desk.world if has_agent else together.tell(self._desk.world.encode()).decode()
+        self._snapshots = Snapshots(
+            self._desk, world, self._position, together, self._storage.url, self._shared, self._policy
+        )
+        self._courier = Courier(self._desk, together)
+        self._appointments: Appointments | None = None  # once there are steps
+        self._pace = Pace()
+        self._told_pace = False
+        self._term: int | None = None
+        self._parcels: deque[Parcel] = deque()
+        self._last: Delivery | None = None
+        self._started = 0  # steps since this process began
+        self._step_at_s: float | None = None
+        self._saved_at_s = time.monotonic()
+        self._pid = os.getpid()
+        here = place.current()
+        self._beacon = here.beacon if here is not None else None
+        if self._beacon is not None:
+            self._beacon.drains()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    # -- what users call ----------------------------------------------------------------------------------------------
+
+    def restore(self, which: str | int | None = None) -> Restored | None:
+        """Go on from the newest state that every rank can load, or from the one that is meant: "best", "step:100",
+        "epoch:7", a path. None if there is nothing to go on from."""
+        which = which if which is not None else os.environ.get(settings.RESUME) or None
+        sets_aside = self._position.local_rank == 0 and (self._together.rank == 0 or not self._shared)
+        restoring = Restoring(self._storage, self._policy, self._together, self._shared, sets_aside)
+        memory = self._snapshots.left_by_others()
+        found = restoring.run(self.state, which, memory, self._snapshots.restore)
+        if found is None:
+            return None
+        source, restored = found
+        own = source.own(self._together.rank)
+        if own is not None:
+            randomness.put_back(own["rng"])
+        learned.put_back((own or source.own(0) or {}).get("gaps"))
+        self._begin_term(restored.step)
+        if self._together.rank == 0:
+            epoch = f", epoch {restored.epoch}" if restored.epoch is not None else ""
+            _say(f"goes on from step {restored.step}{epoch} ({restored.name})")
+        return restored
+
+    def step(self, step: int, *, metrics: dict[str, float] | None = None) -> None:
+        """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits."""
+        step = settings.count("step", step)
+        now_s = time.monotonic()
+        if self._step_at_s is not None:
+            self._pace.step(now_s - self._step_at_s)
+        self._step_at_s = now_s
+        self._started += 1
+        self._look_ahead(now_s)
+        saves = self._every_steps is not None and step % self._every_steps == 0
+        assert self._appointments is not None
+        for due in self._appointments.at(step):
+            if due == "stop":
+                self._stop(step, metrics)
+            elif due == "save":
+                saves = True
+            else:
+                self._set_pace(int(due))
+        if saves:
+            self.save(step, metrics=metrics)
+        elif self._is_snapshot_due(step):
+            self._take(Moment(step, None, settings.metrics(metrics), self._own_term(), self._generation))
+
+    def save(
+        self,
+        step: int,
+        *,
+        epoch: int | None = None,
+        metrics: dict[str, float] | None = None,
+        blocking: bool = False,
+    ) -> bool:
+        """Save the state as it is now: after a step, or, with `epoch`, at an epoch's end as `checkpoint_epoch_N.pt`.
+        Returns while it is copied and written. False if it is skipped because the one before is still being written."""
+        step = settings.count("step", step)
+        epoch = settings.count("epoch", epoch) if epoch is not None else None
+        file = epoch_file(epoch) if epoch is not None else ""
+        moment = Moment(step, epoch, settings.metrics(metrics), self._own_term(), self._generation, file)
+        if blocking:
+            self._finish()
+        self._hear()
+        taken = self._take(moment) if not self._courier.busy else None
+        if taken is None:
+            self._courier.decline()
+            log.warning("holdfast: %s is skipped: the one before is still being written", file or step_folder(step))
+            return False
+        self._saved_at_s = time.monotonic()
+        self._parcels.append(self._courier.send(taken[0], step, taken[1]))
+        if blocking:
+            self.wait()
+        return True
+
+    def wait(self) -> int | None:
+        """Wait until what was saved is on storage; returns the step. Raises CheckpointError if the last save failed."""
+        self._finish()
+        last, self._last = self._last, None
+        if last is None:
+            return None
+        if not last.saved:
+            raise CheckpointError(f"step {last.step} was not saved: {last.text}")
+        return last.step
+
+    def close(self) -> None:
+        """Wait for what was saved, and let go of memory and processes."""
+        self._finish()
+        self._let_go()
+
+    def _let_go(self, failed: bool = False) -> None:
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self._at_exit)
+            self._hook.remove()
+            self._courier.close(failed)
+            if self._appointments is not None:
+                self._appointments.close()
+            self._snapshots.close()
+            self._desk.close()
+
+    @property
+    def memory_every(self) -> int | None:
+        """Steps between two snapshots in memory; 0 for none, None while it is being measured."""
+        return self._memory_every
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def _is_snapshot_due(self, step: int) -> bool:
+        if self._memory_every is None:
+            return self._started % 2 == 0 and self._started <= 2 * FIRST
+        return self._memory_every > 0 and step % self._memory_every == 0
+
+    def _take(self, moment: Moment) -> tuple[int, Future[None]] | None:
+        return self._snapshots.take(self.state, moment, self._courier.slots)
+
+    def _before_step(self, *_: Any) -> None:
+        if os.getpid() == self._pid:
+            self._snapshots.before_step()
+
+    def _look_ahead(self, now_s: float) -> None:
+        """What this rank alone knows to be due: all ranks will do it at the same step."""
+        if self._appointments is None:
+            self._appointments = Appointments(self._together)
+        if self._snapshots.cost_s > 0.0:
+            self._pace.snapshot(self._snapshots.cost_s)
+            self._snapshots.cost_s = 0.0
+        if self._beacon is not None and self._beacon.drain_requested:
+            self._appointments.ask("stop")
+        if self._together.rank == 0:
+            if self._chooses_pace and (every := self._pace.choose(self._memory_every)) is not None:
+                self._appointments.ask(str(every))
+            if self._every_s is not None and now_s - self._saved_at_s >= self._every_s:
+                self._saved_at_s = now_s
+                self._appointments.ask("save")
+
+    def _set_pace(self, every: int) -> None:
+        self._memory_every = every
+        if self._together.rank == 0 and not self._told_pace:
+            self._told_pace = True
+            cost = 100 * self._pace.snapshot_s / max(1e-9, every * self._pace.step_s)
+            _say(
+                f"a snapshot in memory every {every} steps: {1e3 * self._pace.snapshot_s:.1f} ms each, {cost:.2f} % of "
+                "the time"
+            )
+
+    # -- terms --------------------------------------------------------------------------------------------------------
+
+    def _own_term(self) -> int:
+        if self._term is None:
+            self._begin_term(None)
+        assert self._term is not None
+        return self._term
+
+    def _begin_term(self, restored: int | None) -> None:
+        """From here on, what others wrote after that step is not of this history. One for each directory."""
+        together, leader = self._together, 0 if self._shared else self._position.local_ranks[0]
+        number, wrong = 0, ""
+        if together.rank == leader:
+            try:
+                number = terms.begin(self._storage, settings.job(), self._generation, restored, together.size).number
+            except CheckpointError as failure:
+                wrong = str(failure)
+
+        def decide(said: list[bytes]) -> bytes:
+            answers = [msgspec.json.decode(one, type=tuple[int, str]) for one in said]
+            return msgspec.json.encode(([n for n, _ in answers], next((w for _, w in answers if w), "")))
+
+        said = together.agree(msgspec.json.encode((number, wrong)), decide)
+        numbers, wrong = msgspec.json.decode(said, type=tuple[list[int], str])
+        if wrong:
+            raise CheckpointError(wrong)
+        self._term = numbers[leader]
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _stop(self, step: int, metrics: dict[str, float] | None) -> NoReturn:
+        """All ranks are here, after the same step."""
+        try:
+            self.save(step, metrics=metrics, blocking=True)
+        except CheckpointError as failure:
+            _say(f"stops after step {step} without a save: {failure}")
+            raise SystemExit(1) from None
+        if self._together.rank == 0:
+            _say(f"was asked to stop, and saved step {step}")
+        raise SystemExit(0)
+
+    def _finish(self) -> None:
+        """Wait for what is on its way. A rank that waits for its disk is not hung."""
+        beacon = self._beacon
+        before = beacon.words[PHASE] if beacon is not None else Phase.STARTING
+        if beacon is not None and before in (Phase.TRAINING, Phase.EVALUATING):
+            beacon.enter(Phase.SAVING)
+        else:
+            beacon = None
+        try:
+            for parcel in self._parcels:
+                parcel.delivery.result()
+        finally:
+            if beacon is not None:
+                beacon.leave(Phase.SAVING, before)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take note of how earlier saves ended."""
+        while self._parcels and self._parcels[0].delivery.done():
+            self._last = self._parcels.popleft().delivery.result()
+            if not self._last.saved and self._together.rank == 0:
+                log.warning("holdfast: step %d was not saved: %s", self._last.step, self._last.text)
+
+    def _at_exit(self) -> None:
+        """What is on its way is waited for, but not by a rank that has failed: that has to be seen to have ended. It
+        sees to it that the writer has what it was to write; an agent waits for that."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        failed = getattr(sys, "last_value", None) is not None or self._place_failed
+        until_s = time.monotonic() + (HAND_OVER_S if failed else EXIT_S)
+        for parcel in self._parcels:
+            left_s = max(0.0, until_s - time.monotonic())
+            if failed and self._has_agent:
+                parcel.handed_over.wait(left_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    parcel.delivery.result(left_s)
+        self._hear()
+        self._let_go(failed or bool(self._parcels))
+
+    @property
+    def _place_failed(self) -> bool:
+        here = place.current()
+        return here is not None and here.failed
+
+
+def _say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,70 @@
+"""What a user's state consists of, and how it gets back into it.
+
+A state is a dict of names: modules, optimizers, schedulers and anything else with `state_dict` and `load_state_dict`,
+tensors, and plain values. A wrapped module is saved as the module in it, as torch's own helpers do, so that a state has
+the same names at any world size and with or without DDP and `torch.compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast.checkpoint import plans, tree
+from holdfast.checkpoint.errors import CheckpointError
+
+
+class Contents(msgspec.Struct):
+    """A state at one moment. The tensors are the live ones."""
+
+    nodes: dict[str, Any]  # by name
+    tensors: dict[str, torch.Tensor]
+    volatile: set[str]  # those that may change before the optimizer's next step
+
+
+def unwrap(value: Any) -> Any:
+    """The module inside DDP, DataParallel and a compiled one."""
+    while isinstance(value, nn.Module):
+        if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            value = value.module
+        elif isinstance(inner := getattr(value, "_orig_mod", None), nn.Module):
+            value = inner
+        else:
+            break
+    return value
+
+
+def is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def check(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"state: {name!r} is no name; names are strings")
+        if isinstance(value, type):
+            raise CheckpointError(f"state[{name!r}] is a class; give an object of it")
+        if isinstance(value, nn.Module):
+            plans.check_module(value)
+
+
+def collect(state: Mapping[str, Any]) -> Contents:
+    """Raises CheckpointError for what cannot be saved. Modules' parameters and optimizers' tensors change only in an
+    optimizer's step; all else may at any time, and has to be copied at once."""
+    contents = Contents({}, {}, set())
+    for name, value in state.items():
+        value = unwrap(value)
+        plain = value.state_dict() if is_stateful(value) else value
+        node, tensors = tree.flatten(plain, tree.part(name))
+        contents.nodes[name] = node
+        contents.tensors.update(tensors)
+        if isinstance(value, nn.Module):
+            buffers = {tree.join(tree.part(name), buffer) for buffer, _ in value.named_buffers()}
+            contents.volatile |= buffers & tensors.keys()
+        elif not isinstance(value, torch.optim.Optimizer):
+            contents.volatile |= tensors.keys()
+    return contents

@@ -1,0 +1,202 @@
+"""System calls of a checkpoint on a filesystem: files written whole and durably, renames that replace nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterable
+
+from holdfast.checkpoint import faultpoints
+
+# Large enough that the calls cost nothing, small enough that the disk starts early and the last fsync has little left.
+WRITE_BYTES = 8 * 1024 * 1024
+
+_RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+POINTS = tuple(
+    f"folder.{operation}.{side}"
+    for operation in ("mkdir", "open", "write", "fsync", "rename", "fsync_folder", "unlink", "rmdir")
+    for side in ("before", "after")
+)
+
+
+def create(name: str, folder: int, flags: int) -> int:
+    """A regular file to be written. Never one behind a symbolic link, never a pipe that nobody reads."""
+    faultpoints.passed("folder.open.before")
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = _only_regular(os.open(name, flags, 0o666, dir_fd=folder), name)
+    faultpoints.passed("folder.open.after")
+    return fd
+
+
+def open_to_read(name: str, folder: int) -> int:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _only_regular(os.open(name, flags, dir_fd=folder), name)
+
+
+def _only_regular(fd: int, name: str) -> int:
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "Not a regular file", name)
+
+
+def read(fd: int, at: int, into: memoryview) -> int:
+    """Until `into` is full or the file ends."""
+    # The kernel reads ahead 128 KiB at a time by itself, which is too little to keep a fast disk busy.
+    advise(fd, at, 2 * into.nbytes, os.POSIX_FADV_WILLNEED)
+    with into.cast("B") as view:
+        done = 0
+        while done < len(view) and (count := os.preadv(fd, [view[done:]], at + done)):
+            done += count
+        return done
+
+
+def advise(fd: int, at: int, size_bytes: int, advice: int) -> None:
+    with contextlib.suppress(OSError):  # only advice
+        os.posix_fadvise(fd, at, size_bytes, advice)
+
+
+def write(fd: int, parts: Iterable[memoryview | bytes]) -> None:
+    """Each part from where it lies, without a copy. It may be reused as soon as the next one is asked for.
+
+    Space is not reserved beforehand: how much is needed is known only at the end, ext4 and XFS reserve it with each
+    write anyway, and glibc's posix_fallocate writes every block where a filesystem has no such thing.
+    """
+    at = 0
+    for part in parts:
+        with memoryview(part) as whole, whole.cast("B") as view:
+            done = 0
+            while done < len(view):
+                faultpoints.passed("folder.write.before")
+                done += (written := os.write(fd, view[done : done + WRITE_BYTES]))
+                faultpoints.passed("folder.write.after")
+                _start_writeback(fd, at, written)
+                at += written
+
+
+def _start_writeback(fd: int, at: int, size_bytes: int) -> None:
+    """Let the disk begin with these bytes while the next are made. A hint: what fails here fails again in fsync."""
+    if size_bytes >= WRITE_BYTES and hasattr(_libc, "sync_file_range"):
+        _libc.sync_file_range(fd, ctypes.c_int64(at), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def sync(fd: int) -> None:
+    faultpoints.passed("folder.fsync.before")
+    os.fsync(fd)
+    faultpoints.passed("folder.fsync.after")
+
+
+def sync_folder(fd: int) -> None:
+    faultpoints.passed("folder.fsync_folder.before")
+    try:
+        os.fsync(fd)
+    except OSError as failure:
+        # Some network and FUSE filesystems have no such thing: there, a name is durable when the call returns.
+        if failure.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    faultpoints.passed("folder.fsync_folder.after")
+
+
+def make_folder(name: str, parent: int | None = None) -> bool:
+    """False if it is there."""
+    faultpoints.passed("folder.mkdir.before")
+    try:
+        os.mkdir(name, dir_fd=parent)
+    except FileExistsError:
+        return False
+    faultpoints.passed("folder.mkdir.after")
+    return True
+
+
+def unlink(name: str, folder: int) -> None:
+    faultpoints.passed("folder.unlink.before")
+    os.unlink(name, dir_fd=folder)
+    faultpoints.passed("folder.unlink.after")
+
+
+def remove(name: str, folder: int) -> None:
+    """A file, or a folder with all in it. Links are removed, not followed. Somebody else may be doing the same."""
+    try:
+        inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        with contextlib.suppress(FileNotFoundError):
+            unlink(name, folder)
+        return
+    try:
+        for entry in os.listdir(inside):
+            remove(entry, inside)
+    finally:
+        os.close(inside)
+    faultpoints.passed("folder.rmdir.before")
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=folder)
+    faultpoints.passed("folder.rmdir.after")
+
+
+# -- renames that replace nothing -------------------------------------------------------------------------------------
+
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EMLINK)
+
+
+def rename(old: str, new: str, folder: int) -> bool:
+    """Within one folder; False if the new name is in use. Three ways, since no filesystem has all of them: NFS has no
+    rename without replacing, FAT and many in user space have no hard links, and no folder can be linked."""
+    faultpoints.passed("folder.rename.before")
+    for way in (_rename_exclusively, _link, _rename_with_lock):
+        try:
+            way(old, new, folder)
+        except FileExistsError:
+            return False
+        except OSError as failure:
+            if failure.errno not in _UNSUPPORTED or way is _rename_with_lock:
+                raise
+        else:
+            faultpoints.passed("folder.rename.after")
+            return True
+    raise AssertionError("the last way returns or raises")
+
+
+def _rename_exclusively(old: str, new: str, folder: int) -> None:
+    if not hasattr(_libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), new)
+    if _libc.renameat2(folder, os.fsencode(old), folder, os.fsencode(new), _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), new)
+
+
+def _link(old: str, new: str, folder: int) -> None:
+    if stat.S_ISDIR(os.stat(old, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), new)
+    try:
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        # NFS sends a request again when the answer is lost; then what exists is our own link.
+        if not _is_same(old, new, folder):
+            raise
+    unlink(old, folder)
+
+
+def _is_same(one: str, other: str, folder: int) -> bool:
+    found = [os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (one, other)]
+    return (found[0].st_dev, found[0].st_ino) == (found[1].st_dev, found[1].st_ino)
+
+
+def _rename_with_lock(old: str, new: str, folder: int) -> None:
+    """Exact among the processes that share the lock, which on most network filesystems are those of one node."""
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(new, dir_fd=folder, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)

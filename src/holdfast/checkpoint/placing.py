@@ -1,0 +1,135 @@
+"""How a saved state gets back into a user's: what is filled where it is, what is made, and what is called then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast.checkpoint import boxes, tree
+from holdfast.checkpoint.contents import is_stateful, unwrap
+from holdfast.checkpoint.errors import CheckpointError
+from holdfast.checkpoint.sources import Source
+
+
+class Placing(msgspec.Struct):
+    """Read `targets`, then call `finish`. Nothing but tensors that are filled in place changes before that."""
+
+    targets: dict[str, torch.Tensor]
+    finish: list[Callable[[], None]]
+    notes: list[str]  # what a person should know
+
+
+def prepare(state: Mapping[str, Any], source: Source) -> Placing:
+    """Raises CheckpointError where what was saved is not of the same make."""
+    placing = Placing({}, [], [])
+    for name, value in state.items():
+        if name not in source.nodes:
+            placing.notes.append(f"it has no {name!r}, which stays as it is")
+            continue
+        node, value = source.nodes[name], unwrap(value)
+        if isinstance(value, nn.Module):
+            _module(placing, name, value, node, source)
+        elif isinstance(value, torch.optim.Optimizer):
+            _optimizer(placing, name, value, node, source)
+        elif is_stateful(value):
+            _stateful(placing, name, value, node, source)
+        elif isinstance(value, torch.Tensor):
+            _fill(placing, tree.part(name), value.detach(), source)
+        else:
+            _value(placing, name, state, node, source)
+    if extra := sorted(source.nodes.keys() - state.keys()):
+        placing.notes.append(f"it also has {', '.join(extra)}, which nobody asked for")
+    return placing
+
+
+def _module(placing: Placing, name: str, module: nn.Module, node: Any, source: Source) -> None:
+    now, targets = tree.flatten(module.state_dict(), tree.part(name))
+    saved = set(tree.tensor_keys(node))
+    if missing := sorted(targets.keys() - saved):
+        raise CheckpointError(f"it was saved of another model: it has no {_some(missing)}")
+    if extra := sorted(saved - targets.keys()):
+        raise CheckpointError(f"it was saved of another model: the model has no {_some(extra)}")
+    for key, tensor in targets.items():
+        _fill(placing, key, tensor, source)
+    if now != node or type(module).load_state_dict is not nn.Module.load_state_dict:
+        # It has state besides its tensors, or its own way to load: the tensors are its own, so this copies nothing new.
+        placing.finish.append(lambda: _load(name, module, tree.unflatten(node, targets)))
+
+
+def _optimizer(placing: Placing, name: str, optimizer: torch.optim.Optimizer, node: Any, source: Source) -> None:
+    """An optimizer adopts the tensors it is given, so they are made where it will want them."""
+    _, present = tree.flatten(optimizer.state_dict(), tree.part(name))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    made: dict[str, torch.Tensor] = {}
+    for key in tree.tensor_keys(node):
+        dtype, shape = _described(key, source)
+        tensor = present.get(key)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+            tensor = _like_its_parameter(tree.parts(key), parameters, dtype, shape)
+        made[key] = placing.targets[key] = tensor
+    placing.finish.append(lambda: _load(name, optimizer, tree.unflatten(node, made)))
+
+
+def _like_its_parameter(
+    parts: list[str], parameters: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    if len(parts) > 2 and parts[1] == "state" and parts[2].isdecimal() and int(parts[2]) < len(parameters):
+        parameter = parameters[int(parts[2])]
+        if tuple(parameter.shape) == shape and shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _stateful(placing: Placing, name: str, value: Any, node: Any, source: Source) -> None:
+    made = _make(placing, node, source)
+    placing.finish.append(lambda: _load(name, value, tree.unflatten(node, made)))
+
+
+def _value(placing: Placing, name: str, state: Mapping[str, Any], node: Any, source: Source) -> None:
+    made = _make(placing, node, source)
+
+    def put() -> None:
+        if not isinstance(state, MutableMapping):
+            raise CheckpointError(f"state[{name!r}] cannot be set: give the state as a dict")
+        state[name] = tree.unflatten(node, made)
+
+    placing.finish.append(put)
+
+
+def _make(placing: Placing, node: Any, source: Source) -> dict[str, torch.Tensor]:
+    made = {}
+    for key in tree.tensor_keys(node):
+        dtype, shape = _described(key, source)
+        made[key] = placing.targets[key] = torch.empty(shape, dtype=dtype)
+    return made
+
+
+def _fill(placing: Placing, key: str, tensor: torch.Tensor, source: Source) -> None:
+    _, shape = _described(key, source)
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"{key} was saved with shape {shape}, and is now of shape {tuple(tensor.shape)}")
+    placing.targets[key] = tensor
+
+
+def _described(key: str, source: Source) -> tuple[torch.dtype, tuple[int, ...]]:
+    if (found := source.described(key)) is None:
+        raise CheckpointError(f"it has no {key}")
+    return boxes.dtype_of(found[0]), found[1]
+
+
+def _load(name: str, value: Any, state: Any) -> None:
+    try:
+        value.load_state_dict(state)
+    except CheckpointError:
+        raise
+    except Exception as failure:
+        text = " ".join(str(failure).split())[:300]
+        raise CheckpointError(f"{name}: its load_state_dict refused: {type(failure).__name__}: {text}") from failure
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

@@ -1,0 +1,231 @@
+"""Which saved state a world goes on from: the newest that every rank can load, decided together and checked by all.
+
+Every rank says what it could load. Rank 0 takes what all have in common, newest first. All try it; if any of them finds
+it damaged, it is set aside and all go back to the next. So no rank ever goes on from another step than its peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint import catalogue, shards, terms
+from holdfast.checkpoint.catalogue import Found
+from holdfast.checkpoint.errors import CheckpointError, Damaged
+from holdfast.checkpoint.format import Policy, Snapshot
+from holdfast.checkpoint.placing import prepare
+from holdfast.checkpoint.sources import Copies, Epoch, Memory, Source, Step
+from holdfast.checkpoint.storage import Storage, StorageError, open_storage
+from holdfast.checkpoint.together import Together
+
+log = logging.getLogger("holdfast")
+
+Slots = Sequence[tuple[Snapshot, memoryview]]
+Copy = Callable[[Copies, memoryview], None]
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What training goes on from."""
+
+    step: int
+    epoch: int | None
+    metrics: dict[str, float]
+    name: str  # of the checkpoint, or "memory"
+    world_size: int | None  # at which it was saved
+
+
+class Option(msgspec.Struct):
+    """One way for this rank to load one state. Those of the same `state` are equal."""
+
+    state: str
+    step: int
+    name: str
+    open: Callable[[], Source]
+    found: Found | None = None  # where it is a checkpoint
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How it went for one rank."""
+
+    loaded: bool = False
+    damaged: tuple[tuple[str, str], ...] = ()  # checkpoints, and what is wrong with each
+    refused: str = ""  # why no rank can go on
+    touched: bool = False  # tensors have been filled, perhaps not all
+
+
+class Restoring:
+    """One attempt to go on, for one rank."""
+
+    def __init__(self, storage: Storage, policy: Policy, together: Together, shared: bool, sets_aside: bool) -> None:
+        self._storage = storage
+        self._policy = policy
+        self._together = together
+        self._shared = shared
+        self._sets_aside = sets_aside  # one rank for each directory
+        self._touched = False
+
+    def run(
+        self,
+        state: Mapping[str, Any],
+        which: str | int | None,
+        memory: Slots,
+        copy: Callable[[Copies, memoryview], None],
+    ) -> tuple[Source, Restored] | None:
+        """None: there is nothing to go on from. Raises CheckpointError, on all ranks."""
+        options = self._options(which, memory, copy)
+        common = self._common(options)
+        for name in common:
+            mine = [option for option in options if option.state == name]
+            source, option, verdict = self._try(mine, state)
+            together = self._settle(verdict, common[-1] == name)
+            if together and source is not None and option is not None:
+                step = source.step if source.step is not None else 0
+                return source, Restored(step, source.epoch, source.metrics, option.name, source.world_size)
+        if which not in (None, "latest") and not common:
+            raise CheckpointError(f"{which} is not there for every rank in {self._storage.url}")
+        return None
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def _options(self, which: str | int | None, memory: Slots, copy: Copy) -> list[Option]:
+        storage, which = _elsewhere(self._storage, which)
+        there = catalogue.find(storage)
+        if self._sets_aside and storage is self._storage:
+            for name, wrong in there.broken:
+                self._set_aside(name, wrong)
+        options: list[Option] = []
+        if which in (None, "latest") and storage is self._storage:
+            options += self._in_memory(memory, terms.read(storage), copy)
+        for found in catalogue.choose(which, there, self._policy):
+            label = self._label(found.term, found.step) if not found.foreign else f"file:{found.name}"
+            step = found.step if found.step is not None else -1
+            options.append(Option(label, step, found.name, _opener(storage, found), found))
+        if which in (None, "latest"):
+            options.sort(key=lambda option: -option.step)  # stable: memory first, then as the catalogue has it
+        return options
+
+    def _common(self, options: list[Option]) -> list[str]:
+        """The states that every rank could load, in rank 0's order."""
+        mine = list(dict.fromkeys(option.state for option in options))
+
+        def decide(said: list[bytes]) -> bytes:
+            lists = [msgspec.json.decode(one, type=list[str]) for one in said]
+            return msgspec.json.encode([name for name in lists[0] if all(name in some for some in lists)])
+
+        return msgspec.json.decode(self._together.agree(msgspec.json.encode(mine), decide), type=list[str])
+
+    def _in_memory(self, memory: Slots, known: Sequence[terms.Term], copy: Copy) -> list[Option]:
+        """What all ranks of one earlier world on this node have left whole."""
+        groups: dict[tuple[str, int, int], list[tuple[Snapshot, memoryview]]] = {}
+        for snapshot, data in memory:
+            here = snapshot.url == self._storage.url
+            if here and terms.supersedes(known, snapshot.term, snapshot.step) is None:
+                groups.setdefault((snapshot.world, snapshot.term, snapshot.step), []).append((snapshot, data))
+        return [
+            Option(self._label(term, step), step, "memory", functools.partial(Memory, group, copy))
+            for (_, term, step), group in groups.items()
+            if len(group) == group[0][0].local_size
+        ]
+
+    def _label(self, term: int | None, step: int | None) -> str:
+        """By which ranks recognise the same state. Where each node has a directory, each has terms of its own."""
+        return f"{term}:{step}" if self._shared else f"step:{step}"
+
+    # -- trying -------------------------------------------------------------------------------------------------------
+
+    def _try(self, options: list[Option], state: Mapping[str, Any]) -> tuple[Source | None, Option | None, Verdict]:
+        """The first of these that can be loaded here."""
+        damaged: list[tuple[str, str]] = []
+        refused = ""
+        for option in options:
+            try:
+                source = option.open()
+                placing = prepare(state, source)
+                if source.lacks(placing.targets) is not None:
+                    continue  # other ranks' parts, which lie where this one cannot read them
+                self._touched = True
+                source.read(placing.targets)
+                for finish in placing.finish:
+                    finish()
+            except Damaged as failure:
+                damaged.append((option.name, str(failure)))
+            except FileNotFoundError as failure:
+                damaged.append((option.name, f"{failure.filename or failure} is missing"))
+            except StorageError as failure:
+                # It may be whole: to go back further without a word would lose what was committed.
+                refused = str(failure)
+            except CheckpointError as failure:
+                return None, None, Verdict(False, tuple(damaged), f"{option.name}: {failure}", self._touched)
+            else:
+                if self._together.rank == 0:
+                    for note in placing.notes:
+                        log.warning("holdfast: %s: %s", option.name, note)
+                return source, option, Verdict(True, tuple(damaged), "", self._touched)
+        return None, None, Verdict(False, tuple(damaged), refused, self._touched)
+
+    def _settle(self, verdict: Verdict, last: bool) -> bool:
+        """Whether all ranks have it. What any of them found damaged is set aside, by the one whose business that is."""
+
+        def decide(said: list[bytes]) -> bytes:
+            verdicts = [msgspec.json.decode(one, type=Verdict) for one in said]
+            damaged = dict(entry for one in verdicts for entry in one.damaged)
+            refused = next((one.refused for one in verdicts if one.refused), "")
+            touched = any(one.touched for one in verdicts)
+            loaded = all(one.loaded for one in verdicts)
+            return msgspec.json.encode(Verdict(loaded, tuple(damaged.items()), refused, touched))
+
+        all_of_us = msgspec.json.decode(self._together.agree(msgspec.json.encode(verdict), decide), type=Verdict)
+        if self._sets_aside:
+            for name, wrong in all_of_us.damaged:
+                self._set_aside(name, wrong)
+        if all_of_us.loaded:
+            return True
+        if all_of_us.refused:
+            raise CheckpointError(f"cannot restore {all_of_us.refused}")
+        if last and all_of_us.touched:
+            # The model is half old and half new. Whoever starts again begins with a whole one.
+            raise CheckpointError(
+                f"no valid checkpoint is left in {self._storage.url}; start again to train from the beginning"
+            )
+        return False
+
+    def _set_aside(self, name: str, wrong: str) -> None:
+        try:
+            put = self._storage.set_aside(f"{name}/" if name.startswith("step_") else name)
+        except FileNotFoundError:
+            return  # removed meanwhile, which comes to the same
+        except StorageError as failure:
+            log.warning("holdfast: %s is damaged (%s), and could not be set aside: %s", name, wrong, failure)
+            return
+        log.warning("holdfast: %s is damaged (%s); it was set aside as %s", name, wrong, put)
+
+
+def _opener(storage: Storage, found: Found) -> Callable[[], Source]:
+    if found.kind == "step":
+        return lambda: Step(shards.open_step(storage, found))
+
+    def open_epoch() -> Source:
+        from holdfast.checkpoint import epochs
+
+        return Epoch(epochs.open_epoch(storage, found))
+
+    return open_epoch
+
+
+def _elsewhere(storage: Storage, which: str | int | None) -> tuple[Storage, str | int | None]:
+    """A path to a checkpoint in another directory names both."""
+    if not isinstance(which, str) or "/" not in which:
+        return storage, which
+    folder, _, name = which.rstrip("/").rpartition("/")
+    if "://" not in folder:
+        folder = os.path.abspath(folder or "/")
+        if "://" not in storage.url and folder == os.path.abspath(storage.url):
+            return storage, name
+    elif folder == storage.url.rstrip("/"):
+        return storage, name
+    return open_storage(folder), name

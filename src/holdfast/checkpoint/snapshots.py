@@ -1,0 +1,172 @@
+"""A rank's snapshots: its state, copied into one of two slots in memory beside the training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint import contents, learned, plans, randomness, tree
+from holdfast.checkpoint.copying import Copier
+from holdfast.checkpoint.errors import CheckpointError
+from holdfast.checkpoint.format import Policy, Snapshot
+from holdfast.checkpoint.plans import Position
+from holdfast.checkpoint.slots import Slot
+from holdfast.checkpoint.together import Together
+from holdfast.checkpoint.writing import Desk
+
+_NOTHING = msgspec.Raw(b"null")
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """What a snapshot is of."""
+
+    step: int
+    epoch: int | None
+    metrics: dict[str, float]
+    term: int
+    generation: int
+    file: str = ""
+
+
+class Snapshots:
+    """`cost_s` is what the last one has cost the training so far."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        world: str,
+        position: Position,
+        together: Together,
+        url: str,
+        shared: bool,
+        policy: Policy,
+    ) -> None:
+        self._slots = [Slot(fd) for fd in desk.slots]
+        self._own = desk.own
+        self._world = world
+        self._position = position
+        self._together = together
+        self._agreed = ""
+        self._url = url
+        self._shared = shared
+        self._policy = policy
+        self._copier = Copier()
+        self._copying: Future[None] | None = None
+        self._newest = desk.own[1]  # so that the first goes to the other one
+        first = position.rank - position.local_rank
+        self._ranks = tuple(range(position.world_size) if shared else range(first, first + position.local_size))
+        self.cost_s = 0.0
+
+    def take(self, state: Mapping[str, Any], moment: Moment, used: Collection[int]) -> tuple[int, Future[None]] | None:
+        """Begin to copy the state; which slot it goes to, and when it is there. None if neither slot is free."""
+        began_s = time.monotonic()
+        self.wait()
+        index = self._free(used)
+        if index is None:
+            return None
+        slot = self._slots[index]
+        copying: Future[None] = Future()
+        try:
+            found = contents.collect(state)
+            plan = plans.plan(found.tensors, found.volatile, self._position, self._shared)
+            self._check_alike(plan.digest)
+            data = slot.fill(self._snapshot(moment, found, plan), plan.data_bytes)
+            self._copying, self._newest = copying, index
+            self._copier.start(plan, data, lambda failure: self._copied(slot, copying, failure))
+        except BaseException:
+            slot.unlock()
+            raise
+        self.cost_s = time.monotonic() - began_s
+        return index, copying
+
+    def _check_alike(self, digest: str) -> None:
+        """The ranks' pieces make up one state only if all have the same tensors. Asked when they change: once."""
+        if digest == self._agreed:
+            return
+        said = self._together.agree(digest.encode(), lambda all_said: b"" if len(set(all_said)) > 1 else all_said[0])
+        if not said:
+            raise CheckpointError(
+                "the ranks have different states: names, types and shapes must be alike on all of them"
+            )
+        self._agreed = digest
+
+    def _free(self, used: Collection[int]) -> int | None:
+        """The one that is not the newest, if it may be. A slot is locked by whoever fills or writes it."""
+        other = self._own[0] if self._newest == self._own[1] else self._own[1]
+        for index in (other, self._newest):
+            if index not in used and self._slots[index].lock():
+                return index
+        return None
+
+    def _copied(self, slot: Slot, copying: Future[None], failure: BaseException | None) -> None:
+        if failure is None:
+            slot.complete()
+        slot.unlock()
+        if failure is None:
+            copying.set_result(None)
+        else:
+            copying.set_exception(failure)
+
+    def _snapshot(self, moment: Moment, found: contents.Contents, plan: plans.Plan) -> Snapshot:
+        position = self._position
+        own, _ = tree.flatten({"rng": randomness.capture(), "gaps": learned.capture()}, "own")
+        common = _NOTHING
+        if position.local_rank == 0:
+            common = msgspec.Raw(msgspec.json.encode({"state": found.nodes}))
+        return Snapshot(
+            url=self._url,
+            term=moment.term,
+            generation=moment.generation,
+            step=moment.step,
+            epoch=moment.epoch,
+            rank=position.rank,
+            world_size=position.world_size,
+            ranks=self._ranks,
+            pieces=plan.pieces,
+            written=plan.written,
+            written_bytes=plan.written_bytes,
+            own=msgspec.Raw(msgspec.json.encode(own)),
+            common=common,
+            metrics=moment.metrics,
+            policy=self._policy,
+            world=self._world,
+            file=moment.file,
+            local_size=position.local_size,
+        )
+
+    def before_step(self) -> None:
+        """The optimizer is about to change what may still be being copied."""
+        if self._copying is not None and not self._copying.done():
+            began_s = time.monotonic()
+            self._copier.wait_before_step()
+            self.cost_s += time.monotonic() - began_s
+
+    def wait(self) -> None:
+        """Until the last one is there. One that failed has told whoever wanted it."""
+        if self._copying is not None:
+            self._copying.exception()
+
+    def left_by_others(self) -> list[tuple[Snapshot, memoryview]]:
+        """What is complete on this node, of any world."""
+        self.wait()
+        found = []
+        for slot in self._slots:
+            try:
+                loaded = slot.load()
+            except CheckpointError:
+                continue  # torn, or of another version
+            if loaded is not None:
+                found.append(loaded)
+        return found
+
+    def restore(self, copies: Any, data: memoryview) -> None:
+        self._copier.restore(copies, data)
+
+    def close(self) -> None:
+        self.wait()
+        for slot in self._slots:
+            slot.close()

@@ -1,0 +1,385 @@
+"""Copying a state into a slot beside training, with real threads and forks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.checkpoint import copying, plans
+from holdfast.checkpoint.copying import Copier
+from holdfast.checkpoint.format import ITEM_BYTES
+from holdfast.checkpoint.plans import Plan, Position
+
+ALONE = Position(rank=0, world_size=1, local_rank=0, local_size=1, node=0, nodes=1)
+
+
+def plan_of(tensors: dict[str, torch.Tensor], volatile: tuple[str, ...] = ()) -> Plan:
+    return plans.plan(tensors, volatile, ALONE, shared=True)
+
+
+def content(plan: Plan, data: memoryview, key: str) -> torch.Tensor:
+    piece = next(piece for piece in plan.pieces if piece.key == key)
+    if piece.size_bytes == 0:
+        return torch.empty(piece.sizes)
+    raw = torch.frombuffer(data, dtype=torch.uint8)[piece.at : piece.at + piece.size_bytes]
+    return raw.view(getattr(torch, piece.dtype)).view(piece.sizes)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    one, other = (
+        x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for x in (one, other)
+    )
+    return torch.equal(one, other)
+
+
+@pytest.fixture
+def copier() -> Iterator[Copier]:
+    copier = Copier()
+    yield copier
+    copier.close()
+
+
+def copy(copier: Copier, plan: Plan) -> memoryview:
+    data = memoryview(bytearray(plan.data_bytes))
+    failures: list[Exception | None] = []
+    copier.start(plan, data, failures.append)
+    assert copier.wait()
+    assert failures == [None]
+    return data
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    base = torch.randn(300, 200)
+    imaginary = torch.randn(100, 100, dtype=torch.complex64)
+    tensors = {
+        "dense": base,
+        "parameter": torch.nn.Parameter(torch.randn(64, 64)),
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "channels last": torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last),
+        "expanded": torch.randn(1, 2000).expand(50, 2000),
+        "flipped": base.flip(0),
+        "offset": base.reshape(-1)[7:50_007],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 5),
+        "conjugate": imaginary.conj(),
+        "negative": imaginary.conj().imag,
+        "large": torch.randint(0, 255, (copying._PART_BYTES * 2 + 12345,), dtype=torch.uint8),
+    }
+    for name in ITEM_BYTES:
+        tensors[name] = torch.randint(0, 2, (3000, ITEM_BYTES[name]), dtype=torch.uint8).view(getattr(torch, name))
+        tensors[f"{name} strided"] = tensors[name][::2]
+        tensors[f"{name} small"] = tensors[name][:3]
+    return tensors
+
+
+def test_every_kind_of_tensor_is_copied_bit_for_bit(copier: Copier) -> None:
+    tensors = odd_tensors()
+    plan = plan_of(tensors, volatile=("transposed", "bool", "conjugate"))
+    data = copy(copier, plan)
+    for key, tensor in tensors.items():
+        assert same(content(plan, data, key), tensor), key
+
+
+def test_restore_puts_every_kind_back(copier: Copier) -> None:
+    tensors = odd_tensors()
+    plan = plan_of(tensors)
+    data = copy(copier, plan)
+    into = {
+        key: torch.zeros_like(tensor.detach(), memory_format=torch.preserve_format)
+        for key, tensor in tensors.items()
+        if key != "expanded"
+    }
+    copier.restore([(content(plan, data, key), target) for key, target in into.items()], data)
+    for key, target in into.items():
+        assert same(target, tensors[key]), key
+
+
+def test_volatile_ones_are_copied_at_once_and_the_rest_before_the_step(copier: Copier) -> None:
+    tensors = {"buffer": torch.zeros(1 << 20), "count": torch.zeros(()), "weight": torch.zeros(20 << 20)}
+    plan = plan_of(tensors, volatile=("buffer", "count"))
+    data = memoryview(bytearray(plan.data_bytes))
+    for value in range(1, 6):
+        copier.start(plan, data, lambda failure: None)
+        tensors["buffer"].fill_(value)
+        tensors["count"].fill_(value)
+        copier.wait_before_step()
+        tensors["weight"].fill_(value)
+        copier.wait()
+        for key in tensors:
+            assert (content(plan, data, key) == value - 1).all(), key
+
+
+def test_one_who_waits_helps(copier: Copier) -> None:
+    """With the thread held up, the one that waits does all of the copying."""
+    held, hold = threading.Event(), threading.Event()
+
+    def wait(failure: Exception | None) -> None:
+        held.set()
+        hold.wait(30)
+
+    first = plan_of({"a": torch.ones(5000)})
+    copier.start(first, memoryview(bytearray(first.data_bytes)), wait)
+    assert held.wait(30)
+    job = copier._job
+    assert job is not None
+    parts: Any = deque([(0, 0, 0)] * 5)
+    job._parts = parts
+    copier.wait_before_step()
+    assert not parts
+    hold.set()
+    copier.wait()
+
+
+def test_what_goes_wrong_in_the_thread_is_told_and_the_next_one_works(copier: Copier) -> None:
+    plan = plan_of({"a": torch.ones(100, 100).t()})
+    data = memoryview(bytearray(plan.data_bytes))
+    told: list[Exception | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        # A source that became smaller behind our back: its strided copy fails in the thread.
+        patch.setattr(copying._Later, "parts", lambda self, sources: [copying._Strided(self._view, torch.ones(3, 3))])
+        copier.start(plan, data, told.append)
+        copier.wait()
+    assert isinstance(told[0], RuntimeError) and "size" in str(told[0])
+    copier.start(plan, data, told.append)
+    copier.wait()
+    assert told[1] is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_done_that_raises_does_not_end_the_thread(copier: Copier) -> None:
+    def fail(failure: Exception | None) -> None:
+        raise ValueError("not ours")
+
+    plan = plan_of({"a": torch.ones(5000)})
+    data = memoryview(bytearray(plan.data_bytes))
+    copier.start(plan, data, fail)
+    assert copier.wait(30)
+    copy(copier, plan)
+
+
+def test_what_goes_wrong_at_once_is_raised(copier: Copier) -> None:
+    plan = plan_of({"a": torch.ones(5000)})
+    told: list[Exception | None] = []
+    with pytest.raises(RuntimeError):
+        copier.start(plan, memoryview(bytearray(100)), told.append)
+    assert copier.wait() and told == []
+
+
+def test_sources_are_kept_until_they_are_copied_and_no_longer(copier: Copier) -> None:
+    import weakref
+
+    data = memoryview(bytearray(40_000_000))
+    tensor = torch.full((10_000_000,), 3.0)
+    seen = weakref.ref(tensor)
+    plan = plan_of({"a": tensor})
+    copier.start(plan, data, lambda failure: None)
+    layout = plan.layout
+    del tensor, plan
+    copier.wait()
+    gc.collect()
+    assert seen() is None
+    assert (torch.frombuffer(data, dtype=torch.float32) == 3.0).all()
+    assert layout.data_bytes == 40_000_000
+
+
+def test_ten_thousand_copies_leave_nothing_behind(copier: Copier) -> None:
+    tensors = {f"t{at}": torch.randn(40, 50) for at in range(5)} | {f"s{at}": torch.zeros(()) for at in range(5)}
+    plan = plan_of(tensors, volatile=("t0",))
+    slots = [memoryview(bytearray(plan.data_bytes)) for _ in range(2)]
+    counts: list[Exception | None] = []
+
+    def once(step: int) -> None:
+        copier.start(plan_of(dict(tensors), volatile=("t0",)), slots[step % 2], counts.append)
+        copier.wait_before_step()
+
+    def state() -> tuple[int, int, int]:
+        copier.wait()
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(gc.get_objects())
+
+    for step in range(1000):
+        once(step)
+    before = state()
+    rss = resident()
+    for step in range(10_000):
+        once(step)
+        if step % 1000 == 0:
+            counts.clear()
+    counts.clear()
+    after = state()
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 100
+    assert resident() - rss < 4 << 20
+    assert len(copier._targets) == 2
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def test_old_places_are_forgotten(copier: Copier) -> None:
+    plan = plan_of({"a": torch.ones(5000)})
+    for _ in range(20):
+        copy(copier, plan)
+    assert len(copier._targets) <= copying._MOST_TARGETS
+
+
+def test_a_closed_copier_may_be_used_again(copier: Copier) -> None:
+    plan = plan_of({"a": torch.ones(5000)})
+    for _ in range(3):
+        copy(copier, plan)
+        copier.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdfast copier" and copier._jobs]
+
+
+def test_a_copier_that_is_dropped_takes_its_thread_with_it() -> None:
+    copier = Copier()
+    finished = threading.Event()
+    plan = plan_of({"a": torch.ones(20 << 20)})
+    data = memoryview(bytearray(plan.data_bytes))
+    copier.start(plan, data, lambda failure: finished.set())
+    thread = next(thread for thread in threading.enumerate() if thread.name == "holdfast copier" and thread.is_alive())
+    del copier
+    gc.collect()
+    assert finished.wait(30)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert (torch.frombuffer(data, dtype=torch.float32) == 1).all()
+
+
+# -- whole processes ---------------------------------------------------------------------------------------------------
+
+PROLOGUE = """
+import ctypes, json, os, sys, tempfile, threading, traceback
+sys.path.insert(0, sys.argv[1])
+import torch
+from holdfast.checkpoint import copying
+from test_copying import Copier, plan_of
+
+ended = {}
+for name, body in json.loads(sys.argv[2]).items():
+    output = tempfile.TemporaryFile()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        break  # and to the end of this script, as any other one
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    output.seek(0)
+    ended[name] = [output.read().decode(), status]
+else:
+    print(json.dumps(ended), flush=True)
+    os._exit(0)
+
+tensors = {"a": torch.ones(4 << 20), "b": torch.ones(4 << 20)}
+plan = plan_of(tensors)
+data = memoryview(bytearray(plan.data_bytes))
+copier = Copier()
+inside, go_on = threading.Event(), threading.Event()
+def slowly(*part, memmove=ctypes.memmove):  # a copy that is still running when it matters
+    inside.set()
+    go_on.wait(20)
+    memmove(*part)
+exec(body)
+"""
+
+BODIES = {
+    "exits during a copy": """
+copying.ctypes.memmove = slowly
+copier.start(plan, data, lambda failure: print("done", failure, flush=True))
+inside.wait(20)
+go_on.set()
+""",
+    "exits though a copy hangs": """
+copying._EXIT_S = 0.2
+job = copying._Job
+class Hung:  # a device that never gets there
+    def synchronize(self):
+        threading.Event().wait()
+copying._Job = lambda parts, events, keep, done: job(parts, [(None, Hung())], keep, done)
+copier.start(plan, data, print)
+""",
+    "forks during a copy": """
+copying.ctypes.memmove = slowly
+copier.start(plan, data, lambda failure: os.write(1, b"done in %d\\n" % (os.getpid() == parent)))
+parent = os.getpid()
+inside.wait(20)
+child = os.fork()
+if child == 0:
+    copier.wait_before_step()
+    copier.wait()
+    assert not copier._jobs and threading.active_count() == 1
+    go_on.set()
+    mine = memoryview(bytearray(plan.data_bytes))
+    copier.start(plan, mine, lambda failure: os.write(1, b"child's own\\n"))  # and may have its own
+    copier.wait()
+    sys.exit(0)  # with all that happens at an interpreter's exit
+assert os.waitpid(child, 0)[1] == 0
+go_on.set()
+copier.wait()
+""",
+    "loads data during copies": """
+from torch.utils.data import DataLoader
+for step in range(5):
+    copier.start(plan, data, lambda failure: None)
+    items = list(DataLoader(range(40), num_workers=2, batch_size=10))
+    copier.wait_before_step()
+print(len(items))
+""",
+    "is interrupted while it helps": """
+import signal
+def interrupted(*part):
+    if threading.current_thread() is threading.main_thread():
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+    else:
+        inside.set()
+        go_on.wait(20)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+copying.ctypes.memmove = interrupted
+copier.start(plan, data, lambda failure: print(failure, flush=True))
+inside.wait(20)
+try:
+    copier.wait_before_step()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+go_on.set()
+copier.wait()
+""",
+}
+
+EXPECTED = {
+    "exits during a copy": "done None\n",
+    "exits though a copy hangs": "",
+    "forks during a copy": "child's own\ndone in 1\n",
+    "loads data during copies": "4\n",
+    "is interrupted while it helps": "interrupted\nthe copy into memory was interrupted\n",
+}
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, tuple[str, int]]:
+    """How each of the scripts ended: all are forks of one process, which has imported torch for them."""
+    command = [sys.executable, "-c", PROLOGUE, os.path.dirname(__file__), json.dumps(BODIES)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    return {name: (output, status) for name, (output, status) in json.loads(run.stdout).items()}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_process_that(name: str, ended: dict[str, tuple[str, int]]) -> None:
+    assert ended[name] == (EXPECTED[name], 0)

@@ -1,0 +1,378 @@
+"""The writer process: what it writes when it is asked to, when its owner dies, and what does not end it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from desks import WAIT_S, a_snapshot, fill, last_writer, saved_steps, wait_for_end
+
+from holdfast import linux
+from holdfast.checkpoint import writing
+from holdfast.checkpoint.slots import Slot
+from holdfast.checkpoint.writing import Desk
+from holdfast.wire import channel
+from holdfast.wire.snapshots import Client, Finish, FromWriter, Persist, Persisted, Save, Saved
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = writing.start_own()
+    yield desk
+    desk.close()
+    wait_for_end(last_writer())
+
+
+def receive(desk: Desk) -> Saved | None:
+    assert select.select([desk], [], [], WAIT_S)[0], "the writer says nothing"
+    return desk.receive()
+
+
+# -- saves ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_becomes_a_checkpoint(desk: Desk, url: str) -> None:
+    slots = [Slot(fd) for fd in desk.slots]
+    for index, step in ((0, 10), (1, 20), (0, 30)):
+        fill(slots[index], a_snapshot(url, step))
+        desk.save(index, step)
+        saved = receive(desk)
+        assert saved is not None
+        assert (saved.slot, saved.step, saved.ok, saved.committed, saved.verified) == (index, step, True, True, True)
+        assert (saved.name, saved.rank, saved.text) == (f"step_{step:08}", 0, "")
+        assert saved.bytes == 100_000 and saved.seconds > 0
+        assert slots[index].lock()  # it is free again
+        slots[index].unlock()
+    assert saved_steps(url) == [30, 20, 10]
+    assert "libtorch" not in linux.read(f"/proc/{last_writer()}/maps")
+
+
+def test_both_slots_may_be_asked_for_at_once(desk: Desk, url: str) -> None:
+    for index, step in ((0, 1), (1, 2)):
+        fill(Slot(desk.slots[index]), a_snapshot(url, step))
+        desk.save(index, step)
+    answers = [receive(desk), receive(desk)]
+    assert [(answer.step, answer.ok) for answer in answers if answer is not None] == [(1, True), (2, True)]
+    assert saved_steps(url) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("slot", "step", "why"),
+    [
+        (0, 8, "step 8 is not in memory any more"),
+        (1, 7, "step 7 is not in memory any more"),
+        (2, 7, "there is no slot 2"),
+    ],
+)
+def test_what_is_not_there_is_not_saved(desk: Desk, url: str, slot: int, step: int, why: str) -> None:
+    fill(Slot(desk.slots[0]), a_snapshot(url, 7))
+    fill(Slot(desk.slots[1]), a_snapshot(url, 7), complete=False)
+    desk.save(slot, step)
+    assert receive(desk) == Saved(slot, step, False, text=why)
+
+
+def test_a_slot_that_its_owner_still_holds_is_not_read(desk: Desk, url: str) -> None:
+    slot = Slot(desk.slots[0])
+    fill(slot, a_snapshot(url, 7))
+    assert slot.lock()
+    desk.save(0, 7)
+    assert receive(desk) == Saved(0, 7, False, text="its memory is being filled")
+
+
+def test_a_failed_save_is_said_in_one_line_and_the_next_one_works(desk: Desk, url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fill(Slot(desk.slots[0]), a_snapshot(str(tmp_path / "file" / "below"), 1))
+    desk.save(0, 1)
+    saved = receive(desk)
+    assert saved is not None and not saved.ok
+    assert str(tmp_path / "file") in saved.text and "\n" not in saved.text
+    fill(Slot(desk.slots[1]), a_snapshot(url, 2))
+    desk.save(1, 2)
+    assert (saved := receive(desk)) is not None and saved.ok
+    assert saved_steps(url) == [2]
+
+
+def test_signals_do_not_end_it(desk: Desk, url: str) -> None:
+    fill(Slot(desk.slots[0]), a_snapshot(url, 1))
+    desk.save(0, 1)
+    receive(desk)  # so it has come far enough to have its dispositions
+    pid = last_writer()
+    assert os.getsid(pid) == pid
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, signum)
+    fill(Slot(desk.slots[1]), a_snapshot(url, 2))
+    desk.save(1, 2)
+    assert (saved := receive(desk)) is not None and saved.ok
+    assert last_writer() == pid
+
+
+def test_a_killed_writer_is_noticed_and_the_next_save_has_another(desk: Desk, url: str) -> None:
+    fill(Slot(desk.slots[0]), a_snapshot(url, 1))
+    desk.save(0, 1)
+    receive(desk)
+    first = last_writer()
+    os.kill(first, signal.SIGKILL)
+    assert receive(desk) is None
+    assert desk.receive() is None
+    fill(Slot(desk.slots[1]), a_snapshot(url, 2))
+    desk.save(1, 2)
+    assert (saved := receive(desk)) is not None and saved.ok
+    assert last_writer() != first
+    assert saved_steps(url) == [2, 1]
+
+
+def test_what_was_asked_for_before_the_end_is_written(url: str) -> None:
+    desk = writing.start_own()
+    pid = last_writer()
+    for index, step in ((0, 1), (1, 2)):
+        fill(Slot(desk.slots[index]), a_snapshot(url, step))
+        desk.save(index, step)
+    desk.close()
+    wait_for_end(pid)
+    assert saved_steps(url) == [2, 1]
+
+
+def test_what_nobody_asked_for_is_not_written_at_an_orderly_end(url: str) -> None:
+    desk = writing.start_own()
+    pid = last_writer()
+    fill(Slot(desk.slots[0]), a_snapshot(url, 1))
+    desk.close()
+    wait_for_end(pid)
+    assert not os.path.exists(url)
+
+
+# -- an owner that dies -----------------------------------------------------------------------------------------------
+
+
+OWNER = """
+    import os, sys, time
+    sys.path.insert(0, {tests!r})
+    from desks import a_snapshot, fill, last_writer
+    from holdfast.checkpoint import writing
+    from holdfast.checkpoint.slots import Slot
+
+    url = {url!r}
+    desk = writing.start_own()
+    slots = [Slot(fd) for fd in desk.slots]
+    {body}
+    print(last_writer(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def kill_owner(url: str, body: str) -> str:
+    """Let a process with a writer of its own come so far, kill it, and wait for its writer's end; returns stderr."""
+    script = textwrap.dedent(OWNER).format(tests=os.path.dirname(__file__), url=url, body=body)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as owner:
+        assert owner.stdout is not None and owner.stderr is not None
+        writer = int(owner.stdout.readline())
+        owner.kill()
+        owner.wait()
+        wait_for_end(writer)
+        return owner.stderr.read().decode()
+
+
+def test_what_a_killed_process_left_in_memory_is_saved(url: str) -> None:
+    text = kill_owner(url, "fill(slots[0], a_snapshot(url, 5)); fill(slots[1], a_snapshot(url, 6))")
+    assert saved_steps(url) == [6]
+    assert text == "holdfast: the process ended; its last snapshot, of step 6, was saved as step_00000006\n"
+
+
+def test_a_snapshot_that_was_being_filled_is_passed_over(url: str) -> None:
+    kill_owner(url, "fill(slots[0], a_snapshot(url, 5)); fill(slots[1], a_snapshot(url, 6), complete=False)")
+    assert saved_steps(url) == [5]
+
+
+def test_what_is_saved_already_is_not_saved_again(url: str) -> None:
+    body = "fill(slots[0], a_snapshot(url, 5)); fill(slots[1], a_snapshot(url, 6)); desk.save(1, 6); desk.receive()"
+    assert kill_owner(url, body) == ""
+    assert saved_steps(url) == [6]
+
+
+def test_a_save_that_was_asked_for_comes_first(url: str) -> None:
+    kill_owner(url, "fill(slots[0], a_snapshot(url, 5)); fill(slots[1], a_snapshot(url, 6)); desk.save(0, 5)")
+    assert saved_steps(url) == [6, 5]
+
+
+def test_a_fork_of_the_owner_does_not_keep_it_alive(url: str) -> None:
+    """A data loader's workers hold all that their parent had open."""
+    fork = "fill(slots[0], a_snapshot(url, 5)); os.fork() or (os.close(1), os.close(2), os.read(0, 1), os._exit(0))"
+    kill_owner(url, fork)
+    assert saved_steps(url) == [5]
+
+
+def test_a_last_snapshot_that_cannot_be_saved_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = kill_owner(str(tmp_path / "file" / "below"), "fill(slots[0], a_snapshot(url, 5))")
+    assert text.startswith("holdfast: the process ended; its last snapshot could not be saved: ")
+
+
+# -- under an agent ---------------------------------------------------------------------------------------------------
+
+
+class Control:
+    """An agent's end, with slots for so many ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        sock, self.process = writing.start_writer("agent")
+        sock.settimeout(WAIT_S)
+        self.fds = writing.make_slots(2 * ranks)
+        self.slots = [Slot(fd) for fd in self.fds]
+        self.link: channel.Channel[FromWriter] = channel.Channel(sock, FromWriter)
+        writing.hand_slots(self.link, self.fds)
+
+    def client(self) -> channel.Channel[FromWriter]:
+        ours, theirs = channel.pair()
+        ours.settimeout(WAIT_S)
+        with theirs:
+            self.link.send(Client(), [theirs.fileno()])
+        return channel.Channel(ours, FromWriter)
+
+    def persist(self, ranks: int, first_rank: int = 0, world: str = "w") -> Persisted:
+        self.link.send(Persist(9, world, first_rank, ranks))
+        answer = self.hears()
+        assert isinstance(answer, Persisted)
+        return answer
+
+    def hears(self) -> FromWriter:
+        received = self.link.receive()
+        assert received is not None
+        return received[0]
+
+    def close(self) -> None:
+        self.link.close()
+        self.process.wait(WAIT_S)
+        channel.close_all(self.fds)
+
+
+@pytest.fixture
+def control(request: pytest.FixtureRequest) -> Iterator[Control]:
+    control = Control(getattr(request, "param", 2))
+    yield control
+    control.close()
+
+
+def test_the_agent_hears_of_every_save(control: Control, url: str) -> None:
+    clients = [control.client(), control.client()]
+    for rank in (0, 1):
+        fill(control.slots[2 * rank], a_snapshot(url, 4, rank, (0, 1)))
+        clients[rank].send(Save(2 * rank, 4))
+        received = clients[rank].receive()
+        assert received is not None and received[0] == control.hears()
+        assert isinstance(received[0], Saved) and received[0].ok and received[0].committed == (rank == 1)
+    assert saved_steps(url) == [4]
+
+
+@pytest.mark.parametrize("control", [40], indirect=True)
+def test_a_node_may_have_many_slots(control: Control, url: str) -> None:
+    fill(control.slots[79], a_snapshot(url, 4, 39, (39,)))
+    client = control.client()
+    client.send(Save(79, 4))
+    answer = control.hears()
+    assert isinstance(answer, Saved) and answer.ok
+
+
+def test_a_client_may_only_save(control: Control, url: str) -> None:
+    client = control.client()
+    client.send(Finish())
+    client.send(Persist(1, "w", 0, 2))
+    fill(control.slots[0], a_snapshot(url, 4))
+    client.send(Save(0, 4))
+    answer = control.hears()
+    assert isinstance(answer, Saved) and answer.ok
+
+
+def test_the_newest_step_that_all_ranks_have_is_persisted(control: Control, url: str) -> None:
+    for rank in (0, 1):
+        fill(control.slots[2 * rank], a_snapshot(url, 4, rank, (0, 1)))
+    fill(control.slots[1], a_snapshot(url, 5, 0, (0, 1)))
+    fill(control.slots[3], a_snapshot(url, 5, 1, (0, 1)), complete=False)
+    persisted = control.persist(2)
+    assert (persisted.token, persisted.step, persisted.ok, persisted.committed) == (9, 4, True, True)
+    assert (persisted.name, persisted.bytes) == ("step_00000004", 200_000)
+    assert saved_steps(url) == [4]
+    assert all(slot.lock() for slot in control.slots)
+    for slot in control.slots:
+        slot.unlock()
+    assert control.persist(2).step is None  # it is there now
+
+
+def test_what_is_of_another_world_is_not_persisted(control: Control, url: str) -> None:
+    for rank in (0, 1):
+        fill(control.slots[2 * rank], a_snapshot(url, 4, rank, (0, 1), world="before"))
+    assert control.persist(2).step is None
+    assert not os.path.exists(url)
+
+
+def test_one_node_of_several_persists_its_part_of_each_step_that_may_become_whole(control: Control, url: str) -> None:
+    """Which is the newest that the other node has whole, nobody here can know."""
+    for step in (4, 5):
+        for rank in (0, 1):
+            fill(control.slots[2 * rank + step - 4], a_snapshot(url, step, rank, (0, 1, 2, 3)))
+    persisted = control.persist(2)
+    assert (persisted.step, persisted.committed) == (5, False)
+    assert "2, 3" in persisted.text
+    assert saved_steps(url) == []
+    for rank in (2, 3):
+        fill(control.slots[2 * rank - 4], a_snapshot(url, 4, rank, (0, 1, 2, 3)))
+    assert control.persist(2, first_rank=2).committed
+    assert saved_steps(url) == [4]
+
+
+def test_a_rank_that_takes_no_part_is_not_waited_for(control: Control, url: str) -> None:
+    fill(control.slots[0], a_snapshot(url, 4, 0, (0,)))
+    assert control.persist(2).step == 4
+
+
+def test_the_part_of_a_dead_rank_is_finished_before_it_is_persisted(control: Control, url: str) -> None:
+    clients = [control.client(), control.client()]
+    for rank in (0, 1):
+        fill(control.slots[2 * rank], a_snapshot(url, 4, rank, (0, 1)))
+    clients[0].send(Save(0, 4))
+    clients[0].close()
+    clients[1].close()
+    control.link.send(Persist(3, "w", 0, 2))
+    answers = [control.hears(), control.hears()]
+    # The two lines are read in any order; either way all of it is there once.
+    assert {type(answer) for answer in answers} == {Saved, Persisted}
+    assert saved_steps(url) == [4]
+
+
+def test_it_writes_what_was_asked_for_and_ends(control: Control, url: str) -> None:
+    fill(control.slots[0], a_snapshot(url, 4))
+    control.link.send(Persist(3, "w", 0, 1))
+    control.link.send(Finish())
+    answer = control.hears()
+    assert isinstance(answer, Persisted) and answer.committed
+    with pytest.raises(channel.ChannelClosed):
+        control.hears()
+    assert control.process.wait(WAIT_S) == 0
+
+
+def test_it_dies_with_its_agent(url: str) -> None:
+    script = textwrap.dedent("""
+        import sys
+        from holdfast.checkpoint import writing
+        line, process = writing.start_writer("agent")
+        print(process.pid, flush=True)
+        sys.stdin.read()
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        writer = int(agent.stdout.readline())
+        agent.kill()
+        wait_for_end(writer)
