@@ -1,4 +1,4 @@
-"""`make demo`: train on two ranks, kill one with kill -9, watch the job come back, and see what that cost."""
+"""`make demo`: train on two ranks, kill one with kill -9, watch the job go on, and see what that cost."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ PHASES = {
     "stop": "end the rank that was left",
     "wait": "before the new ranks may start",
     "start": "fork both ranks again",
-    "first step": "load the checkpoint, connect, train one step",
+    "first step": "connect, take the snapshot, train one step",
 }
 
 
 def main() -> int:
-    last_checkpoint = KILLED_AT_STEP - KILLED_AT_STEP % SAVE_EVERY
-    print("Two ranks train a small language model on the text of this repository.")
-    print(f"After step {KILLED_AT_STEP} rank {KILLED_RANK} is killed with kill -9. Watch the job come back")
-    print(f"from its last checkpoint, the one of step {last_checkpoint}.\n", flush=True)
+    print("Two ranks train a small language model on the text of this repository, and save a checkpoint")
+    print(f"every {SAVE_EVERY} steps. After step {KILLED_AT_STEP} rank {KILLED_RANK} is killed with kill -9. Watch")
+    print("the job go on from a newer snapshot, which the ranks have left in memory.\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="holdfast_demo_") as folder:
         logs = Path(folder, "logs")
         command = [sys.executable, "-m", "holdfast", "run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
@@ -85,7 +84,7 @@ def tell(ended: dict[str, Any], incidents: list[dict[str, Any]]) -> list[str]:
     for incident in incidents:
         who = "" if incident["rank"] is None else f"rank {incident['rank']} "
         lines.append(f"  incident {incident['number']}    {who}{incident['headline']} after step {incident['steps']}")
-    again = f"{ended['steps'] - STEPS} since the last checkpoint were done again"
+    again = f"{ended['steps'] - STEPS} since the last snapshot were done again"
     lines.append(f"  steps         {ended['steps']} done for {STEPS} of training; {again}")
     lines.append(f"  time lost     {1000 * lost_s:.0f} ms of {ended['wall_s']:.1f} s, {share:.1f} %; it went to")
     totals_s = {name: sum(incident["phases_s"].get(name, 0.0) for incident in incidents) for name in PHASES}

@@ -1,10 +1,11 @@
-"""Train a small character-level transformer on this repository's own text; an ordinary script for torchrun.
+"""Train a small character-level transformer on this repository's own text, with checkpoints.
 
     holdfast run --standalone --nproc-per-node=2 examples/train_chars.py
     torchrun --standalone --nproc-per-node=2 examples/train_chars.py
     python examples/train_chars.py
 
-Nothing in here knows the launcher. It saves a checkpoint every so many steps and begins from the last one it finds.
+Nothing in here knows the launcher. It saves a checkpoint every so many steps, holdfast keeps newer snapshots in memory,
+and the script begins from the newest that it finds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
 
 LAYERS, WIDTH, HEADS, CONTEXT = 2, 96, 4, 64
 BATCH = 16  # sequences for each rank
@@ -76,13 +78,6 @@ def learning_rate(step: int, steps: int) -> float:
     """Up in a line, down in a cosine to a tenth."""
     warm = min(1.0, step / WARMUP_STEPS)
     return PEAK_RATE * warm * (0.55 + 0.45 * math.cos(math.pi * step / max(1, steps)))
-
-
-def save(path: Path, state: Mapping[str, Any]) -> None:
-    """A reader sees the last checkpoint or this one, never half of one."""
-    part = path.with_name(path.name + ".part")
-    torch.save(state, part)
-    os.replace(part, path)
 
 
 @torch.no_grad()
@@ -154,19 +149,14 @@ def main() -> None:
     text = read_text()
     model = CharModel().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
-    step, first_loss, last_loss = 0, math.nan, math.nan
-    path = args.checkpoint_dir / "chars.pt"
-    if path.exists():
-        state = torch.load(path, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, first_loss, last_loss = state["step"], state["first_loss"], state["last_loss"]
-    if rank == 0:
-        args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "first_loss": math.nan, "last_loss": math.nan}
+    checkpointer = holdfast.Checkpointer(args.checkpoint_dir, state, every_steps=args.save_every)
+    restored = checkpointer.restore()  # it says what training goes on from
+    step = restored.step if restored else 0
+    if rank == 0 and restored is None:
         size = sum(p.numel() for p in model.parameters())
-        begin = f"goes on from the checkpoint of step {step}" if step else f"begins: {size:,} parameters, "
-        begin += "" if step else f"{len(text):,} characters, {world_size} x {device.type}"
-        print(f"training {begin}", flush=True)
+        where = f"{world_size} x {device.type}"
+        print(f"training begins: {size:,} parameters, {len(text):,} characters, {where}", flush=True)
 
     trained = DistributedDataParallel(model) if dist.is_initialized() else model
     progress = Progress(args.steps, BATCH * CONTEXT * world_size)
@@ -181,18 +171,20 @@ def main() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         step += 1
+        state["last_loss"] = loss.item()
+        if step == 1:
+            state["first_loss"] = state["last_loss"]
         if rank == 0:
-            last_loss = loss.item()
-            first_loss = last_loss if step == 1 else first_loss
-            progress.show(step, last_loss)
-            if step % args.save_every == 0 or step == args.steps:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                save(path, {**state, "first_loss": first_loss, "last_loss": last_loss})
+            progress.show(step, state["last_loss"])
+        checkpointer.step(step)
+    checkpointer.save(step, blocking=True)
     if rank == 0:
         progress.end()
-        print(f"loss {first_loss:.2f} at the beginning, {last_loss:.2f} at the end. The model writes:")
+        first, last = state["first_loss"], state["last_loss"]
+        print(f"loss {first:.2f} at the beginning, {last:.2f} at the end. The model writes:")
         written = sample(model, "def ", 200, args.seed, device)
         print("".join(f"    | {line}\n" for line in written.rstrip().splitlines()), end="", flush=True)
+    checkpointer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import states
 import torch
 
+import states
 from holdfast.checkpoint import catalogue, persist
 from holdfast.checkpoint.catalogue import Found
 from holdfast.checkpoint.errors import CheckpointError
@@ -44,9 +44,7 @@ def test_what_is_known_of_each(folder: Folder) -> None:
     epoch, step = catalogue.find(folder).found
     assert (step.kind, step.step, step.epoch, step.term, step.name) == ("step", 100, None, term, "step_00000100")
     assert step.world_size == 3 and step.metrics == {"loss": 0.25} and step.created.endswith("+00:00")
-    assert step.size_bytes == sum(
-        path.stat().st_size for path in (Path(folder.url) / "step_00000100").glob("*.bin")
-    )
+    assert step.size_bytes == sum(path.stat().st_size for path in (Path(folder.url) / "step_00000100").glob("*.bin"))
     assert (epoch.kind, epoch.step, epoch.epoch, epoch.name) == ("epoch", 200, 7, "checkpoint_epoch_7.pt")
     assert epoch.size_bytes == folder.size("checkpoint_epoch_7.pt")
     for found in (epoch, step):
@@ -101,6 +99,17 @@ def test_uncommitted_shards_are_no_checkpoint(folder: Folder) -> None:
 # -- a directory full of junk -----------------------------------------------------------------------------------------
 
 
+FOLDERS = (
+    "step_10", "step_000000010", "step_00000011", "step_00000012 ", "step_-0000013", "damaged_step_00000014",
+    "step_00000015.bak", "step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661", "checkpoint_epoch_5.pt", "runs",
+    ".git",
+)  # fmt: skip
+FILES = (
+    "checkpoint_epoch_.pt", "checkpoint_epoch_-1.pt", "checkpoint_epoch_07.pt", "checkpoint_epoch_8.pt.tmp",
+    "checkpoint_epoch_1e3.pt", "step_00000016", "model.pt", "last.ckpt", "events.out", "\x07bell", "a\nb",
+)  # fmt: skip
+
+
 def test_junk_is_not_looked_at(folder: Folder, tmp_path: Path) -> None:
     states.save(folder, 10)
     states.save(folder, 20, epoch=1)
@@ -108,12 +117,10 @@ def test_junk_is_not_looked_at(folder: Folder, tmp_path: Path) -> None:
     root = Path(folder.url)
     (tmp_path / "step_00000099").mkdir()
     (tmp_path / "step_00000099/t000001.manifest.json").write_text("{}")
-    for name in ("step_10", "step_000000010", "step_00000011", "step_00000012 ", "step_-0000013", "damaged_step_00000014",
-                 "step_00000015.bak", "step_٠٠٠٠٠٠٠١", "checkpoint_epoch_5.pt", "runs", ".git"):  # fmt: skip
+    for name in FOLDERS:
         (root / name).mkdir()
         (root / name / "t000001.00000.bin").write_bytes(b"x")
-    for name in ("checkpoint_epoch_.pt", "checkpoint_epoch_-1.pt", "checkpoint_epoch_07.pt", "checkpoint_epoch_8.pt.tmp",
-                 "step_00000016", "model.pt", "last.ckpt", "events.out", "\x07bell", "a\nb", "checkpoint_epoch_1e3.pt"):  # fmt: skip
+    for name in FILES:
         (root / name).write_bytes(b"PK junk")
     os.symlink(tmp_path / "step_00000099", root / "step_00000099")
     os.symlink("/etc/passwd", root / "checkpoint_epoch_98.pt")
@@ -240,7 +247,7 @@ def test_of_one_number_the_one_on_the_line_comes_first(full: Folder) -> None:
     [
         ("epoch:9", "epoch:9 is not in .*; there are epochs 1, 2 and steps 10, 20, 30"),
         (11, "11 is not in .*; there are epochs"),
-        ("newest", "'newest' names no checkpoint; \"latest\", \"best\""),
+        ("newest", '\'newest\' names no checkpoint; "latest", "best"'),
         ("", "names no checkpoint"),
         ("/etc/passwd", "is not in"),
         ("../x/step_00000010", "is not in"),

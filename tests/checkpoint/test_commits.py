@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import states
 
+import states
 from holdfast.checkpoint import catalogue, commits, persist, shards, terms
 from holdfast.checkpoint.errors import Damaged, Fenced
 from holdfast.checkpoint.folder import Folder

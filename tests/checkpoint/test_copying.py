@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint import copying, plans
+from holdfast.checkpoint import copying, devices, plans
 from holdfast.checkpoint.copying import Copier
+from holdfast.checkpoint.devices import Gathered
 from holdfast.checkpoint.format import ITEM_BYTES
 from holdfast.checkpoint.plans import Plan, Position
+from holdfast.checkpoint.slots import DATA_AT, Slot
 
 ALONE = Position(rank=0, world_size=1, local_rank=0, local_size=1, node=0, nodes=1)
 
@@ -75,7 +77,9 @@ def odd_tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 5),
         "conjugate": imaginary.conj(),
+        "conjugate too": imaginary.t().conj().t(),
         "negative": imaginary.conj().imag,
+        "dense negative": torch._neg_view(base),
         "large": torch.randint(0, 255, (copying._PART_BYTES * 2 + 12345,), dtype=torch.uint8),
     }
     for name in ITEM_BYTES:
@@ -141,6 +145,27 @@ def test_one_who_waits_helps(copier: Copier) -> None:
     assert not parts
     hold.set()
     copier.wait()
+
+
+def test_it_is_not_done_before_the_one_who_helps_is(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    helping, thread_is_through, done = threading.Event(), threading.Event(), threading.Event()
+    early: list[bool] = []
+
+    def memmove(*part: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            helping.set()
+            assert thread_is_through.wait(30)
+            early.append(done.wait(0.2))
+        else:
+            assert helping.wait(30)
+            thread_is_through.set()
+
+    monkeypatch.setattr("holdfast.checkpoint.copying.ctypes.memmove", memmove)
+    plan = plan_of({"a": torch.ones(5000), "b": torch.ones(5000)})
+    copier.start(plan, memoryview(bytearray(plan.data_bytes)), lambda failure: done.set())
+    copier.wait_before_step()
+    assert early == [False]
+    assert copier.wait(30) and done.is_set()
 
 
 def test_what_goes_wrong_in_the_thread_is_told_and_the_next_one_works(copier: Copier) -> None:
@@ -261,6 +286,107 @@ def test_a_copier_that_is_dropped_takes_its_thread_with_it() -> None:
     assert (torch.frombuffer(data, dtype=torch.float32) == 1).all()
 
 
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_gathered_lies_together_and_goes_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gathering itself is the same on any device."""
+    monkeypatch.setattr(plans, "is_gathered", lambda device, size, volatile: volatile or size <= 2048)
+    tensors = {
+        f"{kind} {at}": torch.ones(size, dtype=getattr(torch, kind))
+        for at, size in enumerate([5, 50_000, 300, 7, 60_000])
+        for kind in ("float32", "bfloat16", "int8")
+    }
+    tensors["strided"] = torch.ones(20, 20)[::2, ::3]
+    plan = plan_of(tensors, volatile=("float32 1",))
+    small = [at for at, piece in enumerate(plan.pieces) if piece.size_bytes <= 2048 or piece.key == "float32 1"]
+    assert small == list(range(len(small))) and len(small) == 11
+    data = memoryview(bytearray(plan.data_bytes))
+    host = torch.frombuffer(data, dtype=torch.uint8)
+    gathered = Gathered([(at, plan.pieces[at]) for at in small], host, torch.device("cpu"))
+    gathered.gather(plan.sources)
+    for tensor in tensors.values():
+        tensor.zero_()  # after that they are no longer looked at
+    again = {key: content(plan, data, key) for key in tensors}
+    assert not any(tensor.any() for tensor in again.values())
+    gathered.send()
+    assert all((again[plan.pieces[at].key] == 1).all() for at in small)
+
+
+class Runtime:
+    """The driver's part: what is registered."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.refuses = False
+
+    def cudart(self) -> Runtime:
+        return self
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.refuses or address in self.registered:
+            return 712
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.registered.pop(address, None) else 713
+
+
+def test_memory_is_registered_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(devices, "_cuda", runtime)
+    monkeypatch.setattr(devices, "_clear_error", lambda: None)
+    pinned = devices.Pinned()
+    small, large = memoryview(bytearray(100)), memoryview(bytearray(200))
+    assert pinned.pin(small, 4096) and pinned.pin(small, 4096)
+    assert runtime.registered == {4096: 100}
+    assert pinned.pin(large, 4096)  # it has grown
+    assert runtime.registered == {4096: 200}
+    for page in range(2, 12):
+        assert pinned.pin(small, 4096 * page)
+    assert len(runtime.registered) == devices._MOST_PINNED
+    runtime.refuses = True
+    with pytest.warns(UserWarning, match="could not be page-locked"):
+        assert not pinned.pin(small, 1 << 20)
+    assert not pinned.pin(small, 1 << 20)  # and is not asked again
+    pinned.close()
+    assert runtime.registered == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_state_is_copied_beside_it_and_put_back(copier: Copier) -> None:
+    fd = os.memfd_create("slot")
+    slot = Slot(fd)
+    tensors = {key: tensor.cuda() for key, tensor in odd_tensors().items()}
+    tensors["on the host"] = torch.randn(100_000)
+    for at in range(1000):
+        tensors[f"layer {at}"] = torch.randn(64, 64, device="cuda")
+    tensors["volatile"], tensors["weight"] = (torch.zeros(50 << 20, device="cuda") for _ in range(2))
+    volatile = ("strided", "volatile", "float32 small")
+    for step in range(1, 4):
+        plan = plan_of(tensors, volatile)
+        slot.reserve(plan.data_bytes)
+        data = slot._map()[DATA_AT : DATA_AT + plan.data_bytes]
+        failures: list[Exception | None] = []
+        copier.start(plan, data, failures.append)
+        tensors["volatile"].fill_(step)
+        copier.wait_before_step()
+        tensors["weight"].fill_(step)
+        assert copier.wait(60) and failures == [None]
+        for key, tensor in tensors.items():
+            if key in ("volatile", "weight"):
+                assert (content(plan, data, key) == step - 1).all(), key
+            else:
+                assert same(content(plan, data, key), tensor.cpu()), key
+        into = {key: torch.empty_like(tensor, memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+        copier.restore([(content(plan, data, key), target) for key, target in into.items()], data)
+        for key, target in into.items():
+            assert same(target.cpu(), content(plan, data, key)), key
+    slot.close()
+    os.close(fd)
+
+
 # -- whole processes ---------------------------------------------------------------------------------------------------
 
 PROLOGUE = """
@@ -334,7 +460,7 @@ copier.wait()
 """,
     "loads data during copies": """
 from torch.utils.data import DataLoader
-for step in range(5):
+for step in range(2):
     copier.start(plan, data, lambda failure: None)
     items = list(DataLoader(range(40), num_workers=2, batch_size=10))
     copier.wait_before_step()

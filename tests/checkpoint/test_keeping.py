@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import states
 import torch
 
+import states
 from holdfast.checkpoint import catalogue, keeping, persist, terms
 from holdfast.checkpoint.folder import Folder
 from holdfast.checkpoint.format import Policy
@@ -21,9 +21,9 @@ def folder() -> Iterator[Folder]:
         yield folder
 
 
-def fill(folder: Folder, steps: range, term: int = 1, **options: object) -> None:
+def fill(folder: Folder, steps: range, term: int = 1) -> None:
     for step in steps:
-        states.save(folder, step, term=term, **options)
+        states.save(folder, step, term=term)
 
 
 def test_epochs_and_steps_are_counted_apart(folder: Folder) -> None:
@@ -35,7 +35,8 @@ def test_epochs_and_steps_are_counted_apart(folder: Folder) -> None:
     assert {(one.name, one.reason) for one in removed} == {
         ("step_00000010", "4 newer ones were verified"), ("step_00000020", "3 newer ones were verified"),
         ("step_00000030", "2 newer ones were verified"), ("checkpoint_epoch_1.pt", "4 newer ones were verified"),
-        ("checkpoint_epoch_2.pt", "3 newer ones were verified"), ("checkpoint_epoch_3.pt", "2 newer ones were verified"),
+        ("checkpoint_epoch_2.pt", "3 newer ones were verified"),
+        ("checkpoint_epoch_3.pt", "2 newer ones were verified"),
     }  # fmt: skip
     assert sorted(os.listdir(f"{folder.url}/.holdfast/epochs")) == [
         f"checkpoint_epoch_{epoch}.t000001.{end}" for epoch in (4, 5) for end in ("json", "verified")
@@ -105,10 +106,12 @@ def test_what_may_still_be_written_is_left(folder: Folder) -> None:
     states.save(folder, 10, 2, term=first)
     persist.persist(folder, *states.snapshot(20, 0, 2, term=first))  # its other half may come
     keeping.apply(folder, Policy(last=1))
+    half = ["t000001.00000.bin", "t000001.00000.json", "t000001.00000.verified"]
     assert folder.names() == [".holdfast/", "step_00000010/", "step_00000020/"]
+    assert folder.names("step_00000020") == half
     states.begin(folder, restored=20)  # from memory, while 20 is written
     keeping.apply(folder, Policy(last=1))
-    assert "step_00000020/" in folder.names()
+    assert folder.names("step_00000020") == half
     states.begin(folder, restored=10)  # nobody goes on from it
     keeping.apply(folder, Policy(last=1))
     assert folder.names("step_00000020") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import states
 import torch
 
+import states
 from holdfast.checkpoint import assembly, catalogue, chunks, format, shards
 from holdfast.checkpoint.catalogue import Found
 from holdfast.checkpoint.errors import CheckpointError, Damaged
@@ -69,8 +70,8 @@ def test_any_pieces_in_any_ranks(folder: Folder, small_chunks: int, seed: int) -
     found = assembly.of_step(opened)
     assert found.keys() == tensors.keys()
     assert all(states.same(found[key], tensors[key]) for key in tensors)
-    some = set(dice.sample(sorted(tensors), dice.randrange(len(tensors))))
-    assert assembly.of_step(opened, some).keys() == some
+    few = set(dice.sample(sorted(tensors), dice.randrange(len(tensors))))
+    assert assembly.of_step(opened, few).keys() == few
 
 
 def _random_tensor(dice: random.Random) -> torch.Tensor:
@@ -83,7 +84,7 @@ def _grid(key: str, tensor: torch.Tensor, dice: random.Random) -> list[tuple[Pie
     boxes: list[tuple[tuple[int, ...], torch.Tensor]] = [((), tensor)]
     for dim, size in enumerate(tensor.shape):
         cuts = sorted({0, size, *(dice.randrange(size + 1) for _ in range(dice.randrange(3)))})
-        spans = list(zip(cuts, cuts[1:], strict=False)) or [(0, 0)]
+        spans = list(itertools.pairwise(cuts)) or [(0, 0)]
         boxes = [
             ((*offsets, begin), box.narrow(dim, begin, end - begin)) for offsets, box in boxes for begin, end in spans
         ]
@@ -292,7 +293,7 @@ def test_a_manifest_with_tricks_is_broken(folder: Folder, trick: str) -> None:
     "content",
     [b"", b"\n", b"\0" * 5_000_000, b"[" * 200_000, sealed(b"[" * 200_000), sealed(b'{"step":' * 100_000),
      sealed(b'"\xff\xfe"'), sealed(b"null"), sealed(b"1e999999"), sealed(b'{"step": 1' + b"0" * 100_000 + b"}")],
-    ids=["empty", "a line", "zeros", "deep", "deep and sealed", "deep objects", "no text", "null", "1e999999", "digits"],
+    ids=["empty", "a line", "zeros", "deep", "deep and sealed", "deep objects", "no text", "null", "a float", "digits"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["t000001.manifest.json", "t000001.00000.json"])
 def test_garbage_is_damage_and_never_a_crash(folder: Folder, name: str, content: bytes) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import states
 
+import states
 from holdfast.checkpoint import terms
 from holdfast.checkpoint.errors import Fenced
 from holdfast.checkpoint.folder import Folder
@@ -111,7 +111,7 @@ def test_old_terms_are_forgotten_but_for_the_newest(folder: Folder) -> None:
 def test_junk_among_the_terms_is_not_looked_at(folder: Folder) -> None:
     states.begin(folder)
     path = Path(folder.url) / ".holdfast/terms"
-    for name in ("1.json", "0000002.json", "000003.json.bak", "readme", "００００４.json"):
+    for name in ("1.json", "0000002.json", "000003.json.bak", "readme", "\uff10\uff10\uff10\uff10\uff14.json"):
         (path / name).write_text("x")
     (path / "000005.json").symlink_to("/etc/passwd")
     (path / "000006.json").mkdir()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,10 @@ from desks import WAIT_S, a_snapshot, fill, last_writer, saved_steps, wait_for_e
 
 from holdfast import linux
 from holdfast.checkpoint import writing
+from holdfast.checkpoint.persist import Outcome
+from holdfast.checkpoint.reading import Reading
 from holdfast.checkpoint.slots import Slot
+from holdfast.checkpoint.writer import Writer
 from holdfast.checkpoint.writing import Desk
 from holdfast.wire import channel
 from holdfast.wire.snapshots import Client, Finish, FromWriter, Persist, Persisted, Save, Saved
@@ -350,6 +355,47 @@ def test_the_part_of_a_dead_rank_is_finished_before_it_is_persisted(control: Con
     # The two lines are read in any order; either way all of it is there once.
     assert {type(answer) for answer in answers} == {Saved, Persisted}
     assert saved_steps(url) == [4]
+
+
+def test_no_slot_is_written_by_two_at_once(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """A save that is heard of only after the end of its world, while that is being persisted, waits for its turn."""
+    begun: queue.Queue[str] = queue.Queue()
+    go_on = threading.Semaphore(0)
+
+    def work(what: str, result: object) -> object:
+        begun.put(what)
+        assert go_on.acquire(timeout=WAIT_S)
+        return result
+
+    outcome = Outcome(4, "step_00000004", 1, 0.1, True, True)
+    monkeypatch.setattr(Reading, "write", lambda self, slot, step: work(f"save {slot}", (0, outcome)))
+    monkeypatch.setattr(Reading, "write_newest", lambda self, token, slots, ranks: work("persist", Persisted(token, 4)))
+    ours, theirs = channel.pair()
+    ours.settimeout(WAIT_S)
+    link: channel.Channel[FromWriter] = channel.Channel(ours, FromWriter)
+    fds = writing.make_slots(4)
+    writer = threading.Thread(target=Writer(theirs, os.getpid(), under_agent=True).run)
+    writer.start()
+    writing.hand_slots(link, fds)
+    fill(Slot(fds[0]), a_snapshot(url, 4))
+    fill(Slot(fds[2]), a_snapshot(url, 5, world="next"))
+    link.send(Persist(1, "w", 0, 1))
+    assert begun.get(timeout=WAIT_S) == "persist"
+    link.send(Save(0, 4))  # the slot that is being read
+    link.send(Save(2, 5))
+    link.send(Persist(2, "next", 0, 1))
+    link.send(Finish())
+    go_on.release()
+    assert link.receive() == (Persisted(1, 4), [])
+    assert begun.get(timeout=WAIT_S) == "save 0"  # and nothing before that, though there was time
+    assert begun.empty()
+    for _ in range(3):
+        go_on.release()
+    writer.join(WAIT_S)
+    assert [begun.get(timeout=WAIT_S) for _ in range(2)] == ["save 2", "persist"]
+    assert not writer.is_alive()
+    channel.close_all(fds)
+    ours.close()
 
 
 def test_it_writes_what_was_asked_for_and_ends(control: Control, url: str) -> None:

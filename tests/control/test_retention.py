@@ -15,9 +15,7 @@ def kept(
     return Kept(f"step_{number}", number, metric, verified, pinned, superseded)
 
 
-def numbers(
-    checkpoints: list[Kept], last: int = 3, best: int = 0, highest: bool = False, every: int = 0
-) -> list[int]:
+def numbers(checkpoints: list[Kept], last: int = 3, best: int = 0, highest: bool = False, every: int = 0) -> list[int]:
     """Of those that are kept."""
     verdicts = decide(checkpoints, last, best, highest, every)
     return [one.number for one, verdict in zip(checkpoints, verdicts, strict=True) if verdict.keep]

@@ -118,7 +118,8 @@ class Vault:
     def _start(self) -> None:
         sock, self._process = start_writer("agent", self._env)
         self._process_fd = os.pidfd_open(self._process.pid)
-        self._writer = writer = channel.Channel(sock, FromWriter)
+        writer: channel.Channel[FromWriter] = channel.Channel(sock, FromWriter)
+        self._writer = writer
         self._gone.clear()
         self._events.emit("writer.started", pid=self._process.pid)
         with contextlib.suppress(channel.ChannelClosed):  # found out by who sends next

@@ -27,7 +27,7 @@ from holdfast.checkpoint.snapshots import Moment, Snapshots
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.together import join
 from holdfast.worker import place
-from holdfast.worker.beacon import PHASE, Phase
+from holdfast.worker.beacon import DRAINS, PHASE, Phase
 
 log = logging.getLogger("holdfast")
 
@@ -92,17 +92,17 @@ class Checkpointer:
         self._pid = os.getpid()
         here = place.current()
         self._beacon = here.beacon if here is not None else None
-        if self._beacon is not None:
-            self._beacon.drains()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         atexit.register(self._at_exit)
 
     # -- what users call ----------------------------------------------------------------------------------------------
 
-    def restore(self, which: str | int | None = None) -> Restored | None:
+    def restore(self, which: str | int | os.PathLike[str] | None = None) -> Restored | None:
         """Go on from the newest state that every rank can load, or from the one that is meant: "best", "step:100",
         "epoch:7", a path. None if there is nothing to go on from."""
+        self._check_open()
+        which = os.fspath(which) if isinstance(which, os.PathLike) else which
         which = which if which is not None else os.environ.get(settings.RESUME) or None
         sets_aside = self._position.local_rank == 0 and (self._together.rank == 0 or not self._shared)
         restoring = Restoring(self._storage, self._policy, self._together, self._shared, sets_aside)
@@ -123,6 +123,7 @@ class Checkpointer:
 
     def step(self, step: int, *, metrics: dict[str, float] | None = None) -> None:
         """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits."""
+        self._check_open()
         step = settings.count("step", step)
         now_s = time.monotonic()
         if self._step_at_s is not None:
@@ -154,6 +155,7 @@ class Checkpointer:
     ) -> bool:
         """Save the state as it is now: after a step, or, with `epoch`, at an epoch's end as `checkpoint_epoch_N.pt`.
         Returns while it is copied and written. False if it is skipped because the one before is still being written."""
+        self._check_open()
         step = settings.count("step", step)
         epoch = settings.count("epoch", epoch) if epoch is not None else None
         file = epoch_file(epoch) if epoch is not None else ""
@@ -161,7 +163,7 @@ class Checkpointer:
         if blocking:
             self._finish()
         self._hear()
-        taken = self._take(moment) if not self._courier.busy else None
+        taken = self._take(moment)
         if taken is None:
             self._courier.decline()
             log.warning("holdfast: %s is skipped: the one before is still being written", file or step_folder(step))
@@ -187,11 +189,17 @@ class Checkpointer:
         self._finish()
         self._let_go()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("this Checkpointer is closed; make another one")
+
     def _let_go(self, failed: bool = False) -> None:
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
             self._hook.remove()
+            if self._beacon is not None:
+                self._beacon.words[DRAINS] = 0  # nobody looks any more whether it is to end
             self._courier.close(failed)
             if self._appointments is not None:
                 self._appointments.close()
@@ -221,9 +229,10 @@ class Checkpointer:
         """What this rank alone knows to be due: all ranks will do it at the same step."""
         if self._appointments is None:
             self._appointments = Appointments(self._together)
-        if self._snapshots.cost_s > 0.0:
-            self._pace.snapshot(self._snapshots.cost_s)
-            self._snapshots.cost_s = 0.0
+            if self._beacon is not None:
+                self._beacon.drains()
+        if (cost_s := self._snapshots.cost()) is not None:
+            self._pace.snapshot(cost_s)
         if self._beacon is not None and self._beacon.drain_requested:
             self._appointments.ask("stop")
         if self._together.rank == 0:

@@ -63,7 +63,7 @@ def collect(state: Mapping[str, Any]) -> Contents:
         contents.nodes[name] = node
         contents.tensors.update(tensors)
         if isinstance(value, nn.Module):
-            buffers = {tree.join(tree.part(name), buffer) for buffer, _ in value.named_buffers()}
+            buffers = {tree.join(tree.part(name), buffer) for buffer, _ in value.named_buffers(remove_duplicate=False)}
             contents.volatile |= buffers & tensors.keys()
         elif not isinstance(value, torch.optim.Optimizer):
             contents.volatile |= tensors.keys()

@@ -113,6 +113,7 @@ class Copier:
             targets = self._targets[key] = _Targets(plan, base, self._streams)
             while len(self._targets) > _MOST_TARGETS:
                 self._targets.popitem(last=False)
+        self._targets.move_to_end(key)
         return targets
 
     def _thread(self) -> SimpleQueue[_Job | None]:

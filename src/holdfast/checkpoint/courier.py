@@ -46,10 +46,6 @@ class Courier:
         self._thread: threading.Thread | None = None
 
     @property
-    def busy(self) -> bool:
-        return len(self.slots) >= 2
-
-    @property
     def slots(self) -> set[int]:
         """Which may not be filled meanwhile."""
         while self._sent and self._sent[0].delivery.done():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ENDINGS = (".pt", ".safetensors")
 
-_TYPES = {
+TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
@@ -72,7 +72,7 @@ def _safetensors(tensors: dict[str, torch.Tensor], found: Found) -> Iterator[mem
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "epoch": str(found.epoch), "step": str(found.step)}}
     at = 0
     for name, tensor in tensors.items():
-        kind = _TYPES.get(str(tensor.dtype).removeprefix("torch."))
+        kind = TYPES.get(str(tensor.dtype).removeprefix("torch."))
         if kind is None:
             raise CheckpointError(f"{name}: safetensors has no {tensor.dtype}; export it as .pt")
         size = tensor.numel() * tensor.element_size()

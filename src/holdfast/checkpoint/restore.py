@@ -17,7 +17,7 @@ import msgspec
 from holdfast.checkpoint import catalogue, shards, terms
 from holdfast.checkpoint.catalogue import Found
 from holdfast.checkpoint.errors import CheckpointError, Damaged
-from holdfast.checkpoint.format import Policy, Snapshot
+from holdfast.checkpoint.format import EPOCH_FILE, Policy, Snapshot
 from holdfast.checkpoint.placing import prepare
 from holdfast.checkpoint.sources import Copies, Epoch, Memory, Source, Step
 from holdfast.checkpoint.storage import Storage, StorageError, open_storage
@@ -46,7 +46,6 @@ class Option(msgspec.Struct):
     step: int
     name: str
     open: Callable[[], Source]
-    found: Found | None = None  # where it is a checkpoint
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ class Verdict(msgspec.Struct, frozen=True):
     loaded: bool = False
     damaged: tuple[tuple[str, str], ...] = ()  # checkpoints, and what is wrong with each
     refused: str = ""  # why no rank can go on
-    touched: bool = False  # tensors have been filled, perhaps not all
+    partly: bool = False  # some ranks have it, and others lack a part of it
 
 
 class Restoring:
@@ -67,7 +66,7 @@ class Restoring:
         self._together = together
         self._shared = shared
         self._sets_aside = sets_aside  # one rank for each directory
-        self._touched = False
+        self._damaged = ""  # what is wrong with the last that was, on any rank
 
     def run(
         self,
@@ -82,31 +81,45 @@ class Restoring:
         for name in common:
             mine = [option for option in options if option.state == name]
             source, option, verdict = self._try(mine, state)
-            together = self._settle(verdict, common[-1] == name)
+            together = self._settle(verdict)
             if together and source is not None and option is not None:
                 step = source.step if source.step is not None else 0
                 return source, Restored(step, source.epoch, source.metrics, option.name, source.world_size)
-        if which not in (None, "latest") and not common:
-            raise CheckpointError(f"{which} is not there for every rank in {self._storage.url}")
+        if which not in (None, "latest"):
+            raise CheckpointError(f"cannot restore {which}: {self._damaged or 'it is not there for every rank'}")
+        if self._damaged:
+            # The model may be half old and half new. Whoever starts again begins with a whole one, and knows of it.
+            raise CheckpointError(
+                f"no valid checkpoint is left in {self._storage.url} ({self._damaged}); start again to train from the "
+                "beginning"
+            )
         return None
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def _options(self, which: str | int | None, memory: Slots, copy: Copy) -> list[Option]:
         storage, which = _elsewhere(self._storage, which)
+        if storage is not self._storage:
+            self._sets_aside = False  # it is somebody else's
+        if isinstance(which, str) and which.endswith(".pt") and not EPOCH_FILE.fullmatch(which):
+            self._sets_aside = False
+            return [Option(f"file:{which}", -1, which, _file_opener(storage, which))]
         there = catalogue.find(storage)
-        if self._sets_aside and storage is self._storage:
-            for name, wrong in there.broken:
+        for name, wrong in there.broken:
+            self._damaged = f"{name}: {wrong}"
+            if self._sets_aside:
                 self._set_aside(name, wrong)
         options: list[Option] = []
-        if which in (None, "latest") and storage is self._storage:
-            options += self._in_memory(memory, terms.read(storage), copy)
-        for found in catalogue.choose(which, there, self._policy):
+        below = -1
+        for found in reversed(catalogue.choose(which, there, self._policy)):
+            if found.step is not None:
+                below = found.step
             label = self._label(found.term, found.step) if not found.foreign else f"file:{found.name}"
-            step = found.step if found.step is not None else -1
-            options.append(Option(label, step, found.name, _opener(storage, found), found))
-        if which in (None, "latest"):
-            options.sort(key=lambda option: -option.step)  # stable: memory first, then as the catalogue has it
+            options.insert(0, Option(label, below, found.name, _opener(storage, found)))
+        if which in (None, "latest") and storage is self._storage:
+            # Before a checkpoint of the same step, and before a file without one that the catalogue puts above that.
+            options = self._in_memory(memory, there.terms, copy) + options
+            options.sort(key=lambda option: -option.step)
         return options
 
     def _common(self, options: list[Option]) -> list[str]:
@@ -114,10 +127,13 @@ class Restoring:
         mine = list(dict.fromkeys(option.state for option in options))
 
         def decide(said: list[bytes]) -> bytes:
-            lists = [msgspec.json.decode(one, type=list[str]) for one in said]
-            return msgspec.json.encode([name for name in lists[0] if all(name in some for some in lists)])
+            lists, damaged = zip(*(msgspec.json.decode(one, type=tuple[list[str], str]) for one in said), strict=True)
+            common = [name for name in lists[0] if all(name in some for some in lists)]
+            return msgspec.json.encode((common, max(damaged)))
 
-        return msgspec.json.decode(self._together.agree(msgspec.json.encode(mine), decide), type=list[str])
+        said = self._together.agree(msgspec.json.encode((mine, self._damaged)), decide)
+        common, self._damaged = msgspec.json.decode(said, type=tuple[list[str], str])
+        return common
 
     def _in_memory(self, memory: Slots, known: Sequence[terms.Term], copy: Copy) -> list[Option]:
         """What all ranks of one earlier world on this node have left whole."""
@@ -148,7 +164,6 @@ class Restoring:
                 placing = prepare(state, source)
                 if source.lacks(placing.targets) is not None:
                     continue  # other ranks' parts, which lie where this one cannot read them
-                self._touched = True
                 source.read(placing.targets)
                 for finish in placing.finish:
                     finish()
@@ -160,24 +175,24 @@ class Restoring:
                 # It may be whole: to go back further without a word would lose what was committed.
                 refused = str(failure)
             except CheckpointError as failure:
-                return None, None, Verdict(False, tuple(damaged), f"{option.name}: {failure}", self._touched)
+                return None, None, Verdict(False, tuple(damaged), f"{option.name}: {failure}")
             else:
                 if self._together.rank == 0:
                     for note in placing.notes:
                         log.warning("holdfast: %s: %s", option.name, note)
-                return source, option, Verdict(True, tuple(damaged), "", self._touched)
-        return None, None, Verdict(False, tuple(damaged), refused, self._touched)
+                return source, option, Verdict(True, tuple(damaged))
+        return None, None, Verdict(False, tuple(damaged), refused)
 
-    def _settle(self, verdict: Verdict, last: bool) -> bool:
+    def _settle(self, verdict: Verdict) -> bool:
         """Whether all ranks have it. What any of them found damaged is set aside, by the one whose business that is."""
 
         def decide(said: list[bytes]) -> bytes:
             verdicts = [msgspec.json.decode(one, type=Verdict) for one in said]
             damaged = dict(entry for one in verdicts for entry in one.damaged)
             refused = next((one.refused for one in verdicts if one.refused), "")
-            touched = any(one.touched for one in verdicts)
             loaded = all(one.loaded for one in verdicts)
-            return msgspec.json.encode(Verdict(loaded, tuple(damaged.items()), refused, touched))
+            partly = not loaded and any(one.loaded for one in verdicts)
+            return msgspec.json.encode(Verdict(loaded, tuple(damaged.items()), refused, partly))
 
         all_of_us = msgspec.json.decode(self._together.agree(msgspec.json.encode(verdict), decide), type=Verdict)
         if self._sets_aside:
@@ -187,11 +202,10 @@ class Restoring:
             return True
         if all_of_us.refused:
             raise CheckpointError(f"cannot restore {all_of_us.refused}")
-        if last and all_of_us.touched:
-            # The model is half old and half new. Whoever starts again begins with a whole one.
-            raise CheckpointError(
-                f"no valid checkpoint is left in {self._storage.url}; start again to train from the beginning"
-            )
+        if all_of_us.partly:
+            self._damaged = "not every rank could load it"
+        for name, wrong in all_of_us.damaged:
+            self._damaged = f"{name}: {wrong}"
         return False
 
     def _set_aside(self, name: str, wrong: str) -> None:
@@ -215,6 +229,15 @@ def _opener(storage: Storage, found: Found) -> Callable[[], Source]:
         return Epoch(epochs.open_epoch(storage, found))
 
     return open_epoch
+
+
+def _file_opener(storage: Storage, name: str) -> Callable[[], Source]:
+    def open_file() -> Source:
+        from holdfast.checkpoint import epochs
+
+        return Epoch(epochs.open_file(storage, name))
+
+    return open_file
 
 
 def _elsewhere(storage: Storage, which: str | int | None) -> tuple[Storage, str | int | None]:

@@ -6,6 +6,7 @@ import math
 import os
 import uuid
 
+from holdfast.checkpoint import sealed
 from holdfast.checkpoint.format import Policy
 from holdfast.checkpoint.plans import Position
 from holdfast.worker import place
@@ -56,7 +57,7 @@ def minutes(name: str, value: float | None) -> float | None:
 
 
 def metrics(given: dict[str, float] | None) -> dict[str, float]:
-    return {str(name): float(value) for name, value in (given or {}).items()}
+    return sealed.finite({str(name): float(value) for name, value in (given or {}).items()})
 
 
 def position(rank: int, size: int, local_rank: int | None) -> Position:

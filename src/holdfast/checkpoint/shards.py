@@ -53,8 +53,8 @@ def write(storage: Storage, snapshot: Snapshot, data: memoryview) -> Shard:
         hashes=tuple(hashes), pieces=snapshot.pieces[: snapshot.written], own=snapshot.own, common=snapshot.common,
         snapshot={
             "epoch": snapshot.epoch, "generation": snapshot.generation, "world_size": snapshot.world_size,
-            "ranks": list(snapshot.ranks), "metrics": sealed.finite(snapshot.metrics), "policy": msgspec.to_builtins(snapshot.policy),
-            "file": snapshot.file,
+            "ranks": list(snapshot.ranks), "metrics": sealed.finite(snapshot.metrics),
+            "policy": msgspec.to_builtins(snapshot.policy), "file": snapshot.file,
         },
     )  # fmt: skip
     try:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import torch
 
 from holdfast.checkpoint import contents, learned, plans, randomness, tree
 from holdfast.checkpoint.copying import Copier
@@ -33,7 +34,7 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 class Snapshots:
-    """`cost_s` is what the last one has cost the training so far."""
+    """Copies, and what they cost the training."""
 
     def __init__(
         self,
@@ -56,32 +57,44 @@ class Snapshots:
         self._policy = policy
         self._copier = Copier()
         self._copying: Future[None] | None = None
+        self._on_device = False
         self._newest = desk.own[1]  # so that the first goes to the other one
         first = position.rank - position.local_rank
         self._ranks = tuple(range(position.world_size) if shared else range(first, first + position.local_size))
-        self.cost_s = 0.0
+        self._cost_s = 0.0  # of the last one, so far
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def take(self, state: Mapping[str, Any], moment: Moment, used: Collection[int]) -> tuple[int, Future[None]] | None:
         """Begin to copy the state; which slot it goes to, and when it is there. None if neither slot is free."""
         began_s = time.monotonic()
         self.wait()
+        # A rank without a free slot does this too: others may have one, and what they ask here they ask all ranks.
+        found = contents.collect(state)
+        plan = plans.plan(found.tensors, found.volatile, self._position, self._shared)
+        self._check_alike(plan.digest)
         index = self._free(used)
         if index is None:
             return None
         slot = self._slots[index]
         copying: Future[None] = Future()
         try:
-            found = contents.collect(state)
-            plan = plans.plan(found.tensors, found.volatile, self._position, self._shared)
-            self._check_alike(plan.digest)
+            self._on_device = any(source.is_cuda for source in plan.sources)
             data = slot.fill(self._snapshot(moment, found, plan), plan.data_bytes)
-            self._copying, self._newest = copying, index
             self._copier.start(plan, data, lambda failure: self._copied(slot, copying, failure))
         except BaseException:
             slot.unlock()
             raise
-        self.cost_s = time.monotonic() - began_s
+        self._copying, self._newest = copying, index
+        self._cost_s = time.monotonic() - began_s
         return index, copying
+
+    def cost(self) -> float | None:
+        """What the last one has cost, once; None while that is not known. The host's time, and the devices' waiting."""
+        if self._cost_s == 0.0 or not all(_passed(after) for _, after in self._stalls):
+            return None
+        cost_s = self._cost_s + sum(_between_s(*stall) for stall in self._stalls)
+        self._cost_s, self._stalls = 0.0, []
+        return cost_s
 
     def _check_alike(self, digest: str) -> None:
         """The ranks' pieces make up one state only if all have the same tensors. Asked when they change: once."""
@@ -140,10 +153,19 @@ class Snapshots:
 
     def before_step(self) -> None:
         """The optimizer is about to change what may still be being copied."""
-        if self._copying is not None and not self._copying.done():
-            began_s = time.monotonic()
-            self._copier.wait_before_step()
-            self.cost_s += time.monotonic() - began_s
+        if self._copying is None or self._copying.done():
+            return
+        began_s = time.monotonic()
+        stall = self._mark() if self._on_device else None
+        self._copier.wait_before_step()
+        if stall is not None:
+            self._stalls.append((stall, self._mark()))
+        self._cost_s += time.monotonic() - began_s
+
+    def _mark(self) -> torch.cuda.Event:
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
 
     def wait(self) -> None:
         """Until the last one is there. One that failed has told whoever wanted it."""
@@ -167,6 +189,14 @@ class Snapshots:
         self._copier.restore(copies, data)
 
     def close(self) -> None:
-        self.wait()
+        self._copier.close()
         for slot in self._slots:
             slot.close()
+
+
+def _passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _between_s(before: torch.cuda.Event, after: torch.cuda.Event) -> float:
+    return float(before.elapsed_time(after)) / 1e3

@@ -155,7 +155,7 @@ class Epoch(Source):
 
     def __init__(self, loaded: Loaded) -> None:
         self.step, self.epoch, self.metrics = loaded.step, loaded.epoch, loaded.metrics
-        self.world_size = None
+        self.world_size = loaded.world_size
         self._own = loaded.own
         self.nodes, self._tensors = {}, {}
         for name, value in loaded.state.items():

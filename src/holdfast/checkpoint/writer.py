@@ -55,6 +55,7 @@ class Writer:
         self._control = Line(control)
         self._lines = [self._control]  # also those that are gone and are still owed a write
         self._persists: list[tuple[Persist | None, list[int]]] = []  # with the slots that are held for it
+        self._persisting: set[int] = set()  # slots
         self._running = 0
         self._results: deque[Done] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -151,21 +152,28 @@ class Writer:
             line.asked.append(save)
 
     def _asked_to_persist(self, persist: Persist | None) -> None:
-        """Its slots are held at once: the next world must not fill them before they are read."""
+        """Its slots are held at once: the next world must not fill them before they are read. What ranks of the last one
+        have still asked for comes first."""
+        for line in self._lines[1:]:
+            self._hear(line)
         slots = self._reading.hold_all(persist.world if persist is not None else None)
         self._persists.append((persist, slots))
 
     def _start_what_can(self) -> None:
+        """No slot is written by two at once: the second would cut short the file that the first has just committed."""
         for line in self._lines:
-            if line.asked and not line.busy and self._running < MAX_WRITES:
+            free = line.asked and not line.busy and line.asked[0].slot not in self._persisting
+            if free and self._running < MAX_WRITES:
                 line.busy = True
                 self._write(self._save, line, line.asked[0])
-        # A part that is being written must not be written by two: what was asked for first comes first.
         saving = {save.slot for line in self._lines for save in line.asked}
         for asked in list(self._persists):
-            if saving.isdisjoint(asked[1]) and not (asked[0] is None and saving):
+            persist, slots = asked
+            waits = not saving.isdisjoint(slots) or not self._persisting.isdisjoint(slots)
+            if not waits and not (persist is None and saving):
                 self._persists.remove(asked)
-                self._write(self._persist, *asked)
+                self._persisting.update(slots)
+                self._write(self._persist, persist, slots)
 
     # -- what is written, each in a thread ----------------------------------------------------------------------------
 
@@ -213,6 +221,7 @@ class Writer:
         return lambda: self._persisted(slots, persisted)
 
     def _persisted(self, slots: list[int], persisted: Persisted) -> None:
+        self._persisting.difference_update(slots)
         self._reading.release(slots)
         if self._orphaned:
             _say_last(persisted)

@@ -1,8 +1,8 @@
 """A rank that leaves snapshots in memory, without a training: `keeps.py [MODE]`.
 
 In the first world each rank fills its slots with steps 5 and 6, tells so, and "trains" until something happens to it.
-A later world ends at once. Modes: "drains" saves step 7 and ends when it is asked to, "deaf" says that it would and does
-not, "fails" has rank 1 fail then, "saves" saves step 7, 8, ... again and again.
+A later world ends at once. Modes: "drains" saves step 7 and ends when it is asked to, "deaf" says that it would and
+does not, "fails" has rank 1 fail then, "saves" saves step 7, 8, ... again and again, "child" has a child try to attach.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ def main() -> None:
     assert desk is not None and len(desk.slots) == 2 * int(os.environ["LOCAL_WORLD_SIZE"])
     slots = [Slot(fd) for fd in desk.slots]
     found = [head.step for slot in slots if (head := slot.peek()) is not None]
-    tell(
-        own=desk.own,
-        world=desk.world,
-        job=os.environ["HOLDFAST_JOB_ID"],
-        resume=os.environ["HOLDFAST_RESUME"],
-        found=found,
-    )
+    env = os.environ
+    tell(own=desk.own, world=desk.world, job=env["HOLDFAST_JOB_ID"], resume=env["HOLDFAST_RESUME"], found=found)
     if GENERATION > 0:
         return
 
