@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import obstore  # noqa: F401  before the forks
-import states
 
+import states
 from holdfast.checkpoint import cloud, faultpoints
 from holdfast.checkpoint.format import Policy
 from holdfast.checkpoint.objects import Objects

@@ -58,8 +58,10 @@ _started: list[int] = []
 _start_writer = writing.start_writer
 
 
-def _start_and_note(owner: str, env: Mapping[str, str] | None = None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    line, process = _start_writer(owner, env)
+def _start_and_note(
+    owner: str, env: Mapping[str, str] | None = None, loads_torch: bool = True
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    line, process = _start_writer(owner, env, loads_torch)
     _started.append(process.pid)
     return line, process
 

@@ -105,7 +105,7 @@ class Sampler:
 
 
 def test_training_goes_on_as_if_nothing_had_happened(make: Make) -> None:
-    plain: dict[str, Any] = {"nested": [1, (2.5, None, float("inf")), {"deep": b"\0\xff"}], 7: "seven", "big": 1 << 80}
+    plain: dict[Any, Any] = {"nested": [1, (2.5, None, float("inf")), {"deep": b"\0\xff"}], 7: "seven", "big": 1 << 80}
     training = Training(1)
     sampler = Sampler()
     training.state |= {"sampler": sampler, "plain": plain, "tensor": torch.arange(6.0).reshape(2, 3).t()}
@@ -448,7 +448,9 @@ def test_bad_saves_are_refused_and_the_next_one_works(make: Make, folder: Path) 
     with pytest.raises(holdfast.CheckpointError, match=r"bad: .*layout.*cannot be saved"):
         saving.save(1)
     del state["bad"]
-    assert saving.save(numpy.int64(2), metrics={"loss": torch.tensor(0.5)}, blocking=True)  # type: ignore[dict-item]
+    second: Any = numpy.int64(2)
+    loss: Any = torch.tensor(0.5)
+    assert saving.save(second, metrics={"loss": loss}, blocking=True)
     restored = make(state).restore()
     assert restored is not None and (restored.step, restored.metrics) == (2, {"loss": 0.5})
     saving.close()

@@ -12,9 +12,9 @@ from pathlib import Path
 import cloudstory
 import pytest
 import s3server
-import states
 from s3server import S3
 
+import states
 from holdfast.checkpoint import catalogue, export, keeping, persist, verify
 from holdfast.checkpoint.format import Policy
 from holdfast.checkpoint.objects import POINTS, Objects

@@ -11,12 +11,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import syscalls
 import torch
 
 import states
-from holdfast.checkpoint import catalogue, commits, epochs, files, keeping, persist, shards, terms, torchfiles
+from holdfast.checkpoint import (
+    catalogue,
+    commits,
+    epochs,
+    files,
+    format,
+    keeping,
+    persist,
+    shards,
+    sidecars,
+    terms,
+    torchfiles,
+)  # fmt: skip
 from holdfast.checkpoint.errors import CheckpointError, Damaged
 from holdfast.checkpoint.folder import Folder
 from holdfast.checkpoint.format import Policy
@@ -93,8 +106,8 @@ def test_a_step_that_was_saved_before(folder: Folder) -> None:
 
 
 def story(folder: Folder, say: Callable[[str], None]) -> None:
-    """Two ranks save steps and an epoch, and another epoch alone; retention deletes what was there. Then training begins
-    again from 20, saves over the name of what it left behind, and deletes the rest of that."""
+    """Two ranks save steps and an epoch, and another epoch alone; retention deletes what was there. Then training
+    begins again from 20, saves over the name of what it left behind, and deletes the rest of that."""
     for restored, last, saves in (
         (10, 2, ((20, 2, None), (30, 2, 2), (40, 1, 3), (45, 2, None))),
         (20, 1, ((25, 2, None), (35, 1, 3))),
@@ -289,3 +302,14 @@ def test_what_is_in_the_way_of_an_epoch_is_set_aside(folder: Folder, why: str, w
     assert any("is damaged_checkpoint_epoch_1.pt now" in outcome.note for outcome in outcomes) or world_size > 1
     assert (Path(folder.url) / "damaged_checkpoint_epoch_1.pt").read_bytes() == content
     assert states.same(states.load(folder, states.latest(folder)[0]), states.state(20))
+
+
+def test_an_epoch_of_a_later_version_is_not_touched(folder: Folder) -> None:
+    term = states.begin(folder)
+    states.save(folder, 10, term=term, epoch=1)
+    name = sidecars.name(1, term)
+    later = msgspec.structs.replace(sidecars.read(folder, 1, term), version=2)
+    (Path(folder.url) / name).write_bytes(format.seal(later))
+    with pytest.raises(CheckpointError, match=r"checkpoint_epoch_1.pt is there already; .*version 2"):
+        states.save(folder, 20, term=term, epoch=1)
+    assert "checkpoint_epoch_1.pt" in folder.names()

@@ -1,4 +1,4 @@
-"""What was saved at one world size is restored at any other, bit for bit, for DDP and FSDP2; and ranks stay together."""
+"""What one world has saved, one of another size restores, bit for bit, for DDP and FSDP2; and ranks stay together."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def test_when_one_rank_cannot_save_no_rank_does_and_none_waits(tmp_path: Path) -
 def test_ranks_with_different_states_are_refused(tmp_path: Path) -> None:
     [first, second] = worlds.run(2, worlds.differ, tmp_path)
     assert first == second and "the ranks have different states" in first
+
+
+def test_directories_that_ranks_do_not_share_hold_each_its_own(tmp_path: Path) -> None:
+    for said in worlds.run(2, worlds.use_own_disks, tmp_path):
+        assert "is not the same directory everywhere" in said and "shared=False" in said
 
 
 def test_ranks_save_at_the_same_steps_by_the_clock_of_one(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Training:
         inputs, wanted = torch.randn(8, 5, generator=seed), torch.randn(8, 3, generator=seed)
         loss = nn.functional.mse_loss(self.model(inputs), wanted)
         self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -260,7 +261,7 @@ def _summed(parameter: nn.Parameter) -> list[float]:
     assert parameter.grad is not None
     total = parameter.grad.clone()
     dist.all_reduce(total)
-    return total.flatten().tolist()  # type: ignore[no-any-return]
+    return total.flatten().tolist()
 
 
 @contextlib.contextmanager
@@ -364,3 +365,61 @@ def save_in_time(rank: int, size: int, folder: Path) -> tuple[list[int], int]:
         assert select.select([fd], [], [], WAIT_S)[0]
         checkpointer.close()
     return saved, step + 1
+
+
+def use_own_disks(rank: int, size: int, folder: Path) -> str:
+    """As on two nodes without a shared filesystem."""
+    from states import same
+
+    own = folder / f"disk-{rank}"
+
+    def train_and_save(state: dict[str, Any]) -> dict[int, Any]:
+        checkpointer = holdfast.Checkpointer(own, state, keep=0, shared=False, memory_every=0)
+        expected = {}
+        for step in (1, 2, 3):
+            train(state, rank, step)
+            checkpointer.save(step, blocking=True)
+            expected[step] = {name: whole(value) for name, value in state.items()}
+        checkpointer.close()
+        return expected
+
+    def restored(which: str | None = None) -> int | None:
+        state = {name: value for name, value in a_state(9).items() if "sharded" in name or name == "model"}
+        checkpointer = holdfast.Checkpointer(own, state, shared=False, memory_every=0)
+        try:
+            found = checkpointer.restore(which)
+        finally:
+            checkpointer.close()
+        if found is None:
+            return None
+        if rank == 0:  # the others' buffers are their own
+            assert same({name: whole(value) for name, value in state.items()}, expected[found.step])
+        else:
+            KEPT.append({name: whole(value) for name, value in state.items()})
+        return found.step
+
+    first = a_state(1)
+    expected = train_and_save({name: value for name, value in first.items() if "sharded" in name or name == "model"})
+    assert restored() == 3
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(own / "step_00000003")
+    dist.barrier()
+    assert restored() == 2
+    for which in ("step:3", "epoch:1"):  # who has it fails with who has not
+        try:
+            restored(which)
+        except holdfast.CheckpointError as failure:
+            assert f"{which} is not in" in str(failure)
+        else:
+            raise AssertionError(f"{which} was restored")
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(own)
+    dist.barrier()
+    assert restored() is None
+    try:
+        holdfast.Checkpointer(own, {})
+    except holdfast.CheckpointError as failure:
+        return str(failure)
+    return ""

@@ -46,24 +46,6 @@ def test_a_hang_on_one_node_restarts_all_and_names_that_node(cluster: MakeCluste
     assert pair.leftovers() == []
 
 
-def test_the_stacks_of_all_nodes(cluster: MakeCluster) -> None:
-    pair = cluster()
-    job = Job(pair, nnodes="2")
-    job.start(0, 1)
-    world = job.wait_generation(0, 0, 1)
-    for node in (0, 1):
-        done = pair.call(node, [sys.executable, "-m", "holdfast", "stacks", "--json", str(pair.process(node).pid)])
-        assert done.returncode == 0, done.stderr
-        taken = json.loads(done.stdout)
-        assert (taken["nodes"], taken["missing"]) == (2, 0)
-        assert sorted(rank for group in taken["groups"] for rank in group["ranks"]) == [0, 1]
-    assert job.goes_on(world)
-    job.release()
-    assert job.ends(0, 1) == [0, 0]
-    assert job.causes(0) == []
-    assert pair.leftovers() == []
-
-
 @pytest.mark.parametrize("asker", [0, 1])
 def test_an_excluded_node_is_replaced_by_a_spare(cluster: MakeCluster, asker: int) -> None:
     trio = cluster()
@@ -115,11 +97,18 @@ def test_a_shutdown_ends_all_agents(cluster: MakeCluster) -> None:
     assert pair.leftovers() == []
 
 
-def test_continue_changes_nothing(cluster: MakeCluster) -> None:
+def test_the_stacks_of_all_nodes_and_a_request_to_continue_change_nothing(cluster: MakeCluster) -> None:
     pair = cluster()
     job = asking(pair, "Continue", asker=1, nnodes="2")
     job.start(0, 1)
     world = job.wait_generation(0, 0, 1)
+    for node in (0, 1):
+        done = pair.call(node, [sys.executable, "-m", "holdfast", "stacks", "--json", str(pair.process(node).pid)])
+        assert done.returncode == 0, done.stderr
+        taken = json.loads(done.stdout)
+        assert (taken["nodes"], taken["missing"]) == (2, 0)
+        assert sorted(rank for group in taken["groups"] for rank in group["ranks"]) == [0, 1]
+    assert job.goes_on(world)
     (pair.folder / "ask").touch()
     assert job.goes_on(world)
     job.release()

@@ -82,20 +82,6 @@ def test_a_node_rank_is_had_once(cluster: MakeCluster) -> None:
     assert trio.leftovers() == []
 
 
-def test_a_name_may_be_known_late(cluster: MakeCluster, net: MakeNet) -> None:
-    network = net(2)
-    pair = cluster(network)
-    job = Job(pair, nnodes="2", endpoint="head.cluster")
-    job.start(0, 1)
-    pair.wait_said(0, "no coordinator at head.cluster:29400 yet (its name cannot be resolved); trying on")
-    pair.wait_said(1, "its name cannot be resolved")
-    network.add_host("head.cluster", network.addr(0))
-    job.wait_generation(0, 0, 1)
-    job.release()
-    assert job.ends(0, 1) == [0, 0]
-    assert pair.leftovers() == []
-
-
 def test_a_machine_that_knows_itself_as_loopback_says_so_or_is_told_its_address(
     cluster: MakeCluster, net: MakeNet
 ) -> None:
@@ -115,11 +101,14 @@ def test_a_machine_that_knows_itself_as_loopback_says_so_or_is_told_its_address(
     assert pair.leftovers() == []
 
 
-def test_joiners_that_time_out_harm_nothing(cluster: MakeCluster, net: MakeNet) -> None:
+def test_a_name_may_be_known_late_and_joiners_that_time_out_harm_nothing(cluster: MakeCluster, net: MakeNet) -> None:
     network = net(3)
     trio = cluster(network)
-    job = Job(trio, "--exit-code-from-cause", nnodes="2:3", conf="")
+    job = Job(trio, "--exit-code-from-cause", nnodes="2:3", conf="", endpoint="head.cluster")
     job.start(0, 1)
+    trio.wait_said(0, "no coordinator at head.cluster:29400 yet (its name cannot be resolved); trying on")
+    trio.wait_said(1, "its name cannot be resolved")
+    network.add_host("head.cluster", network.addr(0))
     world = job.wait_generation(0, 0, 1)
     job.start(2, flags=("--rdzv-id=another", "--rdzv-conf=join_timeout=1"))
     assert job.ends(2) == [86]

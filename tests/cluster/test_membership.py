@@ -95,10 +95,11 @@ def test_good_steps_give_a_restart_back(cluster: MakeCluster) -> None:
     job = Job(pair, "--restart-refill=20", nnodes="2", max_restarts=1, env={"PACE_S": "0.01"})
     job.start(0, 1)
     world = job.wait_generation(0, 0, 1)
-    for generation in (1, 2):
-        job.kill_rank(world[1])
-        world = job.wait_generation(generation, 0, 1)
-        pair.wait_step(min_step=world[0]["step"] + 200)  # a beat, which tells of steps, comes every half second
+    job.kill_rank(world[1])
+    world = job.wait_generation(1, 0, 1)
+    pair.wait_step(min_step=world[0]["step"] + 200)  # a beat, which tells of steps, comes every half second
+    job.kill_rank(world[1])
+    world = job.wait_generation(2, 0, 1)
     assert {line[RESTARTS] for line in world.values()} == {2}
     job.release()
     assert job.ends(0, 1) == [0, 0]
@@ -171,13 +172,14 @@ def test_spares_asked_for_are_held_back_until_one_is_needed(cluster: MakeCluster
     assert four.leftovers() == []
 
 
-def test_last_call_waits_for_more_than_min(cluster: MakeCluster) -> None:
+def test_last_call_waits_for_more_than_min_and_sigterm_to_all_ends_the_job(cluster: MakeCluster) -> None:
     four = cluster()
-    job = Job(four, nnodes="1:4", conf="last_call_timeout=8")
+    job = Job(four, "--exit-code-from-cause", nnodes="1:4", conf="last_call_timeout=8")
     job.start(0, 1, 2)
     job.wait_generation(0, 0, 1, 2)
-    job.release()
-    assert job.ends(0, 1, 2) == [0, 0, 0]
+    for node in (2, 1, 0):
+        four.signal_agent(node, signal.SIGTERM)
+    assert job.ends(0, 1, 2) == [87, 87, 87]
     assert four.leftovers() == []
 
 
@@ -219,15 +221,4 @@ def test_a_node_that_keeps_failing_is_set_aside_until_it_is_taken_back(cluster: 
     assert {line[RESTARTS] for line in back.values()} == {4}
     job.release()
     assert job.ends(0, 1) == [0, 0]
-    assert pair.leftovers() == []
-
-
-def test_sigterm_to_all_ends_the_job(cluster: MakeCluster) -> None:
-    pair = cluster()
-    job = Job(pair, "--exit-code-from-cause", nnodes="2")
-    job.start(0, 1)
-    job.wait_generation(0, 0, 1)
-    for node in (1, 0):
-        pair.signal_agent(node, signal.SIGTERM)
-    assert job.ends(0, 1) == [87, 87]
     assert pair.leftovers() == []

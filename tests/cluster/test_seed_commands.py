@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from cluster.cluster import Cluster, Line, MakeCluster
 from cluster.net import MakeNet
 
@@ -19,11 +17,6 @@ def spelled(how: str, *flags: str) -> tuple[str, ...]:
     return tuple("--" + name[2:].replace("-", "_") + equals + value for name, equals, value in names)
 
 
-def start_all(cluster: Cluster, nodes: range, *flags: str, nproc: int = 1) -> None:
-    for i in nodes:
-        cluster.start(i, *flags, nproc=nproc)
-
-
 def ends(cluster: Cluster, nodes: range) -> list[int]:
     return [cluster.wait_exit(i) for i in nodes]
 
@@ -34,12 +27,12 @@ def by_node(world: dict[int, Line]) -> dict[int, list[Line]]:
     return {node: [line for line in lines if line["node"] == node] for node in {line["node"] for line in lines}}
 
 
-@pytest.mark.parametrize("how", ["dashes", "underscores"])
-def test_the_fault_tolerant_job(cluster: MakeCluster, net: MakeNet, how: str) -> None:
+def test_the_fault_tolerant_job(cluster: MakeCluster, net: MakeNet) -> None:
     pair = cluster(net(2))
     pair.hold()
     rendezvous = ("--rdzv-id=J", "--rdzv-backend=c10d", "--rdzv-endpoint=node0")
-    start_all(pair, range(2), *spelled(how, "--nnodes=2", "--max-restarts=3", *rendezvous), nproc=2)
+    for node, how in enumerate(("dashes", "underscores")):
+        pair.start(node, *spelled(how, "--nnodes=2", "--max-restarts=3", *rendezvous), nproc=2)
     world = pair.wait_world(4)
     assert {line["master_addr"] for line in world.values()} <= {pair.addr(0), pair.addr(1)}
     os.kill(world[3]["pid"], signal.SIGKILL)

@@ -61,6 +61,10 @@ FLAGS_OF_OTHERS = {
     "--peer-hangs": "bench.hangs",
     "--hours": "bench.soak",
     "--ranks": "bench.soak",
+    "--undo": "holdfast checkpoint pin",
+    "--force": "holdfast checkpoint rm",
+    "--metric": "holdfast checkpoint",
+    "--mode": "holdfast checkpoint",
 }
 
 # What an example only shows: it sets up a checkout or an environment, which tests cannot do in theirs.
@@ -147,6 +151,7 @@ def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     temporary.mkdir()
     text = PORT.sub(str(free_port()), block.text)
     shutil.copy(TRAIN, folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
     env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "TMPDIR": str(temporary)}
     env["XDG_CONFIG_HOME"] = str(tmp_path / "config")  # the nodes' secret is not the user's
@@ -221,4 +226,5 @@ def test_the_readme_is_short() -> None:
 def test_examples_are_found() -> None:
     """Should the finder go blind, nothing would fail."""
     assert {block.language for block in EXAMPLES} == {"bash", "python"}
-    assert {block.document.name for block in EXAMPLES} >= {"run.md", "api.md", "cluster.md", "hangs.md"}
+    guides = {"run.md", "api.md", "cluster.md", "hangs.md", "checkpoints.md"}
+    assert {block.document.name for block in EXAMPLES} >= guides

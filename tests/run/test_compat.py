@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -26,15 +27,19 @@ def seen(job: Job, rank: int) -> dict[str, object]:
     return found
 
 
-def test_workers_get_every_variable_that_torchrun_gives(job: Job) -> None:
-    script = job.folder / "prints_env.py"
-    script.write_text(PRINTS_ENV)
+def test_workers_get_every_variable_that_torchrun_gives_and_a_script_is_main_in_its_own_directory(job: Job) -> None:
+    package = job.folder / "apart"
+    package.mkdir()
+    script = package / "prints_env.py"
+    script.write_text("import beside\n" + PRINTS_ENV)
+    (package / "beside.py").write_text("")
     theirs = job.folder / "theirs"
     theirs.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", str(script)]
-    clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    not_its_own = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # the job is started without the second, see harness.py
+    clean = {key: value for key, value in os.environ.items() if key not in not_its_own}
     subprocess.run(command, env={**clean, "STATE": str(theirs)}, check=True, capture_output=True)
-    assert job.run(script, "a b", max_restarts=2) == 0
+    assert job.run(script, "--flag", "${local_rank}", "a b", max_restarts=2) == 0
     torchrun = json.loads((theirs / "env-1").read_text())["env"]
     ours = seen(job, 1)["env"]
     assert isinstance(ours, dict)
@@ -49,36 +54,28 @@ def test_workers_get_every_variable_that_torchrun_gives(job: Job) -> None:
         if key not in ours_alone | {"TORCHELASTIC_SIGNALS_TO_HANDLE"}:
             assert ours[key] == value, key
     assert ours["WORLD_SIZE"] == "2"
-
-
-def test_a_script_is_main_in_its_own_directory(job: Job) -> None:
-    package = job.folder / "apart"
-    package.mkdir()
-    (package / "prints_env.py").write_text("import beside\n" + PRINTS_ENV)
-    (package / "beside.py").write_text("")
-    assert job.run(package / "prints_env.py", "--flag", "${local_rank}") == 0
     told = seen(job, 1)
-    assert told["argv"] == [str(package / "prints_env.py"), "--flag", "1"]
-    assert (told["path0"], told["name"], told["file"]) == (str(package), "__main__", str(package / "prints_env.py"))
+    assert told["argv"] == [str(script), "--flag", "1", "a b"]
+    assert (told["path0"], told["name"], told["file"]) == (str(package), "__main__", str(script))
 
 
-@pytest.mark.parametrize("flag", ["-m", "--cold-start", "--run-path", "--no-python"])
-def test_other_ways_to_start_a_program(job: Job, flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "command"),
+    [
+        ("-m", ("holdfast", "run")),
+        ("--run-path", ("holdfast.run",)),
+        ("--no-python", ("holdfast", "run")),
+    ],
+)
+def test_other_ways_to_start_a_program(job: Job, flag: str, command: tuple[str, ...]) -> None:
+    """And with one of them, the module form of the command itself."""
     script = job.folder / "prints_env.py"
     script.write_text(f"#!{sys.executable}\n{PRINTS_ENV}")
     script.chmod(0o755)
     target = "prints_env" if flag == "-m" else script
-    assert job.run(target, "x", flags=(flag,)) == 0
-    argv = seen(job, 1)["argv"]
-    assert isinstance(argv, list)
-    assert argv == [str(script), "x"]
-
-
-def test_the_module_form_of_the_command(job: Job) -> None:
-    script = job.folder / "prints_env.py"
-    script.write_text(PRINTS_ENV)
-    assert job.run(script, program=(sys.executable, "-m", "holdfast.run")) == 0
-    assert seen(job, 1)["name"] == "__main__"
+    assert job.run(target, "x", flags=(flag,), program=(sys.executable, "-m", *command)) == 0
+    told = seen(job, 1)
+    assert (told["argv"], told["name"]) == ([str(script), "x"], "__main__")
 
 
 def test_a_rank_may_have_children_of_every_kind(job: Job) -> None:
@@ -89,7 +86,7 @@ def test_a_rank_may_have_children_of_every_kind(job: Job) -> None:
         "if __name__ == '__main__':\n"
         "    data = TensorDataset(torch.arange(8.0))\n"
         "    for way in ('fork', 'spawn', 'forkserver'):\n"
-        "        loader = DataLoader(data, num_workers=2, multiprocessing_context=way)\n"
+        "        loader = DataLoader(data, num_workers=1, multiprocessing_context=way)\n"
         "        print(way, sum(float(x) for (x,) in loader), flush=True)\n"
     )
     assert job.run(script, nproc=1) == 0
@@ -97,28 +94,41 @@ def test_a_rank_may_have_children_of_every_kind(job: Job) -> None:
     assert job.leftovers() == []
 
 
-def test_arguments_of_megabytes_reach_every_rank(job: Job) -> None:
-    script = job.folder / "counts.py"
-    script.write_text("import sys\nprint(len(sys.argv), sys.argv[-1], flush=True)\n")
-    assert job.run(script, *map(str, range(100_000)), nproc=8) == 0
-    assert job.out.splitlines() == ["100001 99999"] * 8
+ODD = b"caf\xe9 \x80\xff"
+LOOKS_AROUND = """
+import json, os, random, sys
+import numpy, torch
+def f(x: int): ...
+found = {
+    "odd": list(os.fsencode(sys.argv[1])),
+    "count": len(sys.argv),
+    "last": sys.argv[-1],
+    "annotation": str(f.__annotations__),
+    "random": [random.random(), numpy.random.rand(), torch.rand(()).item()],
+}
+with open(os.path.join(os.environ["STATE"], "found-" + os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+"""
 
 
-def test_bytes_that_are_no_text_reach_the_script(job: Job) -> None:
-    script = job.folder / "prints_args.py"
-    script.write_text("import os, sys\nprint([os.fsencode(argument) for argument in sys.argv[1:]], flush=True)\n")
-    odd = b"caf\xe9 \x80\xff"
-    for flags in ((), ("--cold-start",)):
-        assert job.run(script, os.fsdecode(odd), nproc=1, flags=flags) == 0
-        assert job.out == f"{[odd]}\n"
+def test_what_a_script_is_given(job: Job) -> None:
+    script = job.folder / "looks_around.py"
+    script.write_text(LOOKS_AROUND)
+    assert job.run("looks_around.py", os.fsdecode(ODD), *map(str, range(100_000)), nproc=8) == 0
+    ranks = [json.loads((job.folder / f"found-{rank}").read_text()) for rank in range(8)]
+    assert [bytes(found["odd"]) for found in ranks] == [ODD] * 8, "bytes that are no text"
+    assert [(found["count"], found["last"]) for found in ranks] == [(100_002, "99999")] * 8, "megabytes"
+    # Compiled as if alone: not under the `__future__` imports of the file that runs it.
+    assert {found["annotation"] for found in ranks} == {"{'x': <class 'int'>}"}
+    assert len({number for found in ranks for number in found["random"]}) == 8 * 3, "randomness of its own"
 
 
-def test_a_script_is_compiled_as_if_alone(job: Job) -> None:
-    """Not under the `__future__` imports of the file that runs it."""
-    script = job.folder / "annotates.py"
-    script.write_text("def f(x: int): ...\nprint(f.__annotations__, flush=True)\n")
-    assert job.run("annotates.py", nproc=1) == 0
-    assert job.out == "{'x': <class 'int'>}\n"
+def test_a_script_that_is_started_cold_is_main_and_gets_bytes_that_are_no_text(job: Job) -> None:
+    script = job.folder / "prints_env.py"
+    script.write_text(PRINTS_ENV)
+    assert job.run(script, "x", os.fsdecode(ODD), flags=("--cold-start",)) == 0
+    told = seen(job, 1)
+    assert (told["argv"], told["name"]) == ([str(script), "x", os.fsdecode(ODD)], "__main__")
 
 
 def test_a_script_may_close_every_descriptor_it_does_not_know(job: Job) -> None:
@@ -138,11 +148,14 @@ def test_a_script_may_close_every_descriptor_it_does_not_know(job: Job) -> None:
     assert (job.folder / "mine").read_bytes() == b""
 
 
-def test_it_starts_where_child_signals_are_ignored(job: Job) -> None:
-    script = job.folder / "fine.py"
-    script.write_text("print('fine', flush=True)\n")
+def test_ignored_child_signals_and_a_module_that_shadows_pythons_own_do_no_harm(job: Job) -> None:
+    (job.folder / "random.py").write_text("raise SystemExit('shadowed')\n")
+    script = job.folder / "apart" / "fine.py"
+    script.parent.mkdir()
+    script.write_text("import random\nprint('fine', flush=True)\n")
     ignoring = 'trap \'\' CHLD; exec "$0" "$@"'
-    assert job.run(script, nproc=1, program=("/bin/sh", "-c", ignoring, sys.executable, "-m", "holdfast", "run")) == 0
+    command = str(Path(sys.executable).parent / "holdfast")
+    assert job.run(script, nproc=1, program=("/bin/sh", "-c", ignoring, command, "run")) == 0
     assert job.out == "fine\n"
 
 
@@ -160,67 +173,31 @@ def test_cold_workers_are_restarted_too(job: Job) -> None:
     assert [incident["headline"] for incident in job.incidents()] == ["killed by SIGKILL"]
 
 
-def test_elastic_is_seen_and_record_leaves_its_file(job: Job) -> None:
+def test_elastic_is_seen_and_an_error_file_is_left_without_record_and_with_it(job: Job) -> None:
     script = job.folder / "records.py"
     script.write_text(
+        "import os\n"
         "import torch.distributed as dist\n"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    raise KeyError('gone')\n"
         "@record\n"
         "def main():\n"
         "    assert dist.is_torchelastic_launched()\n"
-        "    raise KeyError('gone')\n"
+        "    raise KeyError('gone again')\n"
         "main()\n"
     )
     own = job.folder / "own-error.json"
-    assert job.run(script, nproc=1, env={"TORCHELASTIC_ERROR_FILE": str(own)}) == 1
-    message = json.loads((job.run_dir / "attempt_0" / "0" / "error.json").read_text())["message"]
-    assert message["message"] == "KeyError: 'gone'"
-    assert "raise KeyError" in message["extraInfo"]["py_callstack"]
+    assert job.run(script, nproc=1, max_restarts=1, env={"TORCHELASTIC_ERROR_FILE": str(own)}) == 1
+    files = [job.run_dir / f"attempt_{generation}" / "0" / "error.json" for generation in (0, 1)]
+    without, recorded = (json.loads(file.read_text())["message"] for file in files)
+    assert without["message"] == "KeyError: 'gone'"
+    assert int(without["extraInfo"]["timestamp"]) > 1_700_000_000
+    assert recorded["message"] == "KeyError: 'gone again'"
+    assert "raise KeyError" in recorded["extraInfo"]["py_callstack"]
     forwarded = json.loads(own.read_text())["message"]
     assert forwarded["errorCode"] == 1
-    assert forwarded["message"] == message["message"]
-
-
-def test_an_error_file_is_left_without_record_too(job: Job) -> None:
-    script = job.folder / "raises.py"
-    script.write_text("raise KeyError('gone')\n")
-    assert job.run(script, nproc=1) == 1
-    message = json.loads((job.run_dir / "attempt_0" / "0" / "error.json").read_text())["message"]
-    assert message["message"] == "KeyError: 'gone'"
-    assert int(message["extraInfo"]["timestamp"]) > 1_700_000_000
-
-
-def test_virtual_local_rank_gives_each_rank_one_gpu(job: Job) -> None:
-    script = job.folder / "prints_env.py"
-    script.write_text(PRINTS_ENV)
-    assert job.run(script, flags=("--virtual-local-rank",), env={"CUDA_VISIBLE_DEVICES": "4,7"}) == 0
-    envs = [seen(job, rank)["env"] for rank in (0, 1)]
-    assert [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in envs if isinstance(env, dict)] == [
-        ("0", "4"),
-        ("0", "7"),
-    ]
-
-
-def test_each_rank_has_randomness_of_its_own(job: Job) -> None:
-    script = job.folder / "random_numbers.py"
-    script.write_text(
-        "import os, random, numpy, torch\n"
-        "print(random.random(), numpy.random.rand(), torch.rand(()).item(), flush=True)\n"
-    )
-    assert job.run(script, nproc=3) == 0
-    numbers = job.out.split()
-    assert len(numbers) == 9
-    assert len(set(numbers)) == 9
-
-
-def test_a_module_that_shadows_pythons_own_harms_only_its_script(job: Job) -> None:
-    (job.folder / "random.py").write_text("raise SystemExit('shadowed')\n")
-    script = job.folder / "apart" / "fine.py"
-    script.parent.mkdir()
-    script.write_text("import random\nprint('fine', flush=True)\n")
-    command = str(Path(sys.executable).parent / "holdfast")
-    assert job.run(script, nproc=1, program=(command, "run")) == 0
-    assert job.out == "fine\n"
+    assert forwarded["message"] == recorded["message"]
 
 
 def test_numa_binding_needs_a_gpu_and_says_so_before_training(job: Job) -> None:
@@ -233,19 +210,8 @@ def test_numa_binding_needs_a_gpu_and_says_so_before_training(job: Job) -> None:
     assert job.out == ""
 
 
-def test_torchelastic_events_on_the_console(job: Job) -> None:
-    script = job.folder / "fine.py"
-    script.write_text("")
-    assert job.run(script, nproc=1, flags=("--event-log-handler=console",)) == 0
-    events = [json.loads(line) for line in job.err.splitlines() if line.startswith("{")]
-    assert [(event["name"].rpartition(".")[2], event["source"]) for event in events] == [
-        ("STARTED", "WORKER"),
-        ("SUCCEEDED", "WORKER"),
-        ("SUCCEEDED", "AGENT"),
-    ]
-
-
-def test_a_logs_specs_plugin_places_the_streams(job: Job) -> None:
+def test_virtual_local_ranks_events_on_the_console_and_a_logs_specs_plugin(job: Job) -> None:
+    """Flags that have nothing to do with each other, each with its own effect."""
     site = job.folder / "site"
     (site / "placed-1.dist-info").mkdir(parents=True)
     (site / "placed-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: placed\nVersion: 1\n")
@@ -259,9 +225,24 @@ def test_a_logs_specs_plugin_places_the_streams(job: Job) -> None:
         "        return dest\n"
     )
     script = job.folder / "prints.py"
-    script.write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
-    assert job.run(script, flags=("--logs-specs=placed",), env={"PYTHONPATH": str(site)}) == 0
+    script.write_text(f"{PRINTS_ENV}\nprint('rank', os.environ['RANK'], flush=True)\n")
+    flags = ("--logs-specs=placed", "--virtual-local-rank", "--event-log-handler=console")
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert job.run(script, flags=flags, env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "4,7"}) == 0
     assert [(job.folder / f"placed-{rank}").read_text() for rank in (0, 1)] == ["rank 0\n", "rank 1\n"]
+    envs = [seen(job, rank)["env"] for rank in (0, 1)]
+    assert [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in envs if isinstance(env, dict)] == [
+        ("0", "4"),
+        ("0", "7"),
+    ]
+    events = [json.loads(line) for line in job.err.splitlines() if line.startswith("{")]
+    assert [(event["name"].rpartition(".")[2], event["source"]) for event in events] == [
+        ("STARTED", "WORKER"),
+        ("STARTED", "WORKER"),
+        ("SUCCEEDED", "WORKER"),
+        ("SUCCEEDED", "WORKER"),
+        ("SUCCEEDED", "AGENT"),
+    ]
 
 
 def test_an_unknown_logs_specs_plugin_is_one_line(job: Job) -> None:
@@ -280,20 +261,7 @@ def test_a_fixed_port_is_used_by_every_world(job: Job) -> None:
     assert len(job.incidents()) == 3
 
 
-def test_modules_of_the_first_world_are_there_in_the_second(job: Job) -> None:
-    script = job.folder / "imports.py"
-    text = TRAINS.read_text().replace(
-        "import torch\n", "import torch\nHAD = 'wave' in __import__('sys').modules\nimport wave\n", 1
-    )
-    script.write_text(text.replace("    tell(done=True)", "    tell(done=True, had=HAD)"))
-    job.start(script, "600", max_restarts=1, env={"PACE_S": "0.003"})
-    job.wait_event("zygote.grown")
-    os.kill(job.news.wait(lambda line: line["rank"] == 1)["pid"], signal.SIGKILL)
-    assert job.wait() == 0
-    assert job.news.wait(lambda line: "done" in line)["had"] is True
-
-
-def test_preloading_refuses_a_module_that_leaves_a_thread(job: Job, tmp_path: Path) -> None:
+def test_modules_of_the_first_world_are_there_in_the_second_but_for_one_that_leaves_a_thread(job: Job) -> None:
     site = Path(
         subprocess.check_output(
             [sys.executable, "-c", "import sysconfig;print(sysconfig.get_paths()['purelib'])"], text=True
@@ -303,16 +271,21 @@ def test_preloading_refuses_a_module_that_leaves_a_thread(job: Job, tmp_path: Pa
     module.write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
     try:
         script = job.folder / "imports.py"
+        imports = f"import torch\nHAD = 'wave' in __import__('sys').modules\nimport wave\nimport {module.stem}\n"
         script.write_text(
-            TRAINS.read_text().replace("import torch\n", f"import torch\nimport wave\nimport {module.stem}\n", 1)
+            TRAINS.read_text()
+            .replace("import torch\n", imports, 1)
+            .replace("tell(step=step)", "tell(step=step, had=HAD)")
         )
         job.start(script, "1000000", max_restarts=1, env={"PACE_S": "0.003"})
         job.wait_event("zygote.grown")
         step = job.news.wait(lambda line: line["rank"] == 1)
         os.kill(step["pid"], signal.SIGKILL)
-        job.wait_step(1, step["step"] + 5, generation=1)
+        assert job.wait_step(1, step["step"] + 5, generation=1)["had"] is True
+        assert step["had"] is False
         job.signal(signal.SIGTERM)
         job.wait()
         assert job.events("zygote.not_grown") == [{"refused": {module.stem: "it leaves a thread running"}}]
     finally:
         module.unlink()
+        Path(importlib.util.cache_from_source(str(module))).unlink(missing_ok=True)

@@ -47,17 +47,15 @@ def return_a_lock() -> object:
     return threading.Lock()
 
 
-def test_results_come_back_by_rank() -> None:
-    assert holdfast.launch(add_up, (10,), nproc=3) == {0: 33, 1: 33, 2: 33}
-
-
-def test_a_closure_works_and_arguments_may_be_named() -> None:
+def test_a_closure_works_and_arguments_may_be_named_and_who_leaves_early_returns_nothing() -> None:
     factor = 3
 
     def triple(number: int) -> int:
+        if os.environ["RANK"] == "1":
+            raise SystemExit(0)
         return factor * number
 
-    assert holdfast.launch(triple, kwargs={"number": 5}, nproc=2) == {0: 15, 1: 15}
+    assert holdfast.launch(triple, kwargs={"number": 5}, nproc=2) == {0: 15, 1: None}
 
 
 def test_a_command_runs_too() -> None:
@@ -78,10 +76,6 @@ def test_what_cannot_be_sent_back_is_an_error() -> None:
         holdfast.launch(return_a_lock, quiet=True)
 
 
-def test_a_failed_rank_is_restarted() -> None:
-    assert holdfast.launch(fail_until, (2,), nproc=2, max_restarts=2, quiet=True) == {0: 2, 1: 2}
-
-
 def test_the_restart_decision_can_be_replaced() -> None:
     asked: list[Failure] = []
 
@@ -94,7 +88,7 @@ def test_the_restart_decision_can_be_replaced() -> None:
     assert [failure.headline for failure in asked] == ["exited with code 17"] * 2
 
 
-def test_events_can_be_heard_and_logs_placed(tmp_path: object) -> None:
+def test_a_failed_rank_is_restarted_and_events_can_be_heard_and_logs_placed() -> None:
     heard: list[Event] = []
     placed: list[tuple[int, int]] = []
 
@@ -103,23 +97,24 @@ def test_events_can_be_heard_and_logs_placed(tmp_path: object) -> None:
             placed.append((generation, local_rank))
             return Destination(stdout_console=False, stderr_console=False)
 
-    assert holdfast.launch(fail_until, (0,), nproc=2, logs=Nowhere(), on_event=heard.append) == {0: 0, 1: 0}
+    options: dict[str, Any] = {"logs": Nowhere(), "on_event": heard.append, "quiet": True}
+    assert holdfast.launch(fail_until, (2,), nproc=2, max_restarts=2, **options) == {0: 2, 1: 2}
     assert [event.name for event in heard][:2] == ["job.started", "world.launched"]
     assert heard[-1].name == "job.ended"
-    assert placed == [(0, 0), (0, 1)]
+    assert placed == [(generation, rank) for generation in range(3) for rank in range(2)]
 
 
-def test_it_runs_in_a_thread_and_twice_at_once() -> None:
+def test_results_come_back_by_rank_and_it_runs_in_threads_and_twice_at_once() -> None:
     results: list[dict[int, int]] = []
     threads = [
-        threading.Thread(target=lambda n=n: results.append(holdfast.launch(add_up, (n,), nproc=2, quiet=True)))
+        threading.Thread(target=lambda n=n: results.append(holdfast.launch(add_up, (n,), nproc=3, quiet=True)))
         for n in (0, 100)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(result[0] for result in results) == [1, 201]
+    assert sorted(results, key=lambda result: result[0]) == [{0: 3, 1: 3, 2: 3}, {0: 303, 1: 303, 2: 303}]
 
 
 def test_an_interrupt_lets_ranks_end_in_peace(tmp_path: Path) -> None:
@@ -146,16 +141,6 @@ def test_an_interrupt_lets_ranks_end_in_peace(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert out == "saved\n"
     assert "JobFailed: stopped by SIGINT" in err
-
-
-def leave_early() -> int:
-    if os.environ["RANK"] == "1":
-        raise SystemExit(0)
-    return 5
-
-
-def test_a_rank_that_leaves_early_returns_nothing() -> None:
-    assert holdfast.launch(leave_early, nproc=2) == {0: 5, 1: None}
 
 
 @pytest.mark.parametrize(

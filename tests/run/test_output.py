@@ -39,17 +39,25 @@ def test_by_default_the_console_has_it_all(job: Job) -> None:
 
 
 def test_redirects_go_to_files_alone(job: Job) -> None:
-    chatty(job, "--redirects=0:3,1:1")
-    assert (job.out, job.err) == ("", "err 1 orange\n")
-    assert (log(job, 0, "stdout"), log(job, 0, "stderr")) == ("out 0 apple\n", "err 0 orange\n")
-    assert log(job, 1, "stdout") == "out 1 apple\n"
+    """Ranks of two digits too."""
+    chatty(job, "--redirects=0:3,1:1,10:3,11:1", nproc=12)
+    for rank in (0, 10):
+        assert (log(job, rank, "stdout"), log(job, rank, "stderr")) == (f"out {rank} apple\n", f"err {rank} orange\n")
+    for rank in (1, 11):
+        assert log(job, rank, "stdout") == f"out {rank} apple\n"
+    assert sorted(job.out.splitlines()) == [f"out {rank} apple" for rank in range(2, 10)]
+    assert sorted(job.err.splitlines()) == sorted(f"err {rank} orange" for rank in range(12) if rank not in (0, 10))
 
 
-def test_tee_goes_to_both_behind_a_prefix(job: Job) -> None:
-    chatty(job, "--tee=3", "--role=trainer")
+def test_tee_goes_to_both_behind_a_prefix_and_filters_copy_matching_lines(job: Job) -> None:
+    filters = ("--duplicate-stdout-filters=out 0,nothing", "--duplicate-stderr-filters=orange")
+    chatty(job, "--tee=3", "--role=trainer", *filters)
     assert sorted(job.out.splitlines()) == ["[trainer0]:out 0 apple", "[trainer1]:out 1 apple"]
     assert sorted(job.err.splitlines()) == ["[trainer0]:err 0 orange", "[trainer1]:err 1 orange"]
     assert log(job, 1, "stderr") == "err 1 orange\n"
+    attempt = job.run_dir / "attempt_0"
+    assert (attempt / "filtered_stdout.log").read_text() == "[trainer0]:out 0 apple\n"
+    assert len((attempt / "filtered_stderr.log").read_text().splitlines()) == 2
 
 
 def test_the_prefix_is_the_users_to_choose(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,24 +69,9 @@ def test_the_prefix_is_the_users_to_choose(job: Job, monkeypatch: pytest.MonkeyP
     assert sorted(job.out.splitlines()) == ["<default|0> out 0 apple", "<default|1> out 1 apple"]
 
 
-def test_filters_copy_matching_lines_of_teed_ranks(job: Job) -> None:
-    chatty(job, "--tee=3", "--duplicate-stdout-filters=out 0,nothing", "--duplicate-stderr-filters=orange")
-    attempt = job.run_dir / "attempt_0"
-    assert (attempt / "filtered_stdout.log").read_text() == "[default0]:out 0 apple\n"
-    assert len((attempt / "filtered_stderr.log").read_text().splitlines()) == 2
-
-
 def test_a_rank_filter_hides_the_others(job: Job) -> None:
     chatty(job, "--local-ranks-filter=1")
     assert (job.out, job.err) == ("out 1 apple\n", "err 1 orange\n")
-
-
-def test_ranks_of_two_digits(job: Job) -> None:
-    chatty(job, "--redirects=10:3,11:1", nproc=12)
-    assert (log(job, 10, "stdout"), log(job, 10, "stderr")) == ("out 10 apple\n", "err 10 orange\n")
-    assert log(job, 11, "stdout") == "out 11 apple\n"
-    assert "out 10" not in job.out
-    assert "out 9" in job.out
 
 
 def test_logs_of_every_generation_are_kept(job: Job) -> None:

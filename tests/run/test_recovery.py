@@ -70,25 +70,31 @@ def test_twenty_restarts_with_skewed_ranks_spend_twenty(job: Job) -> None:
     assert len(job.events("world.launched")) == 21
 
 
-@pytest.mark.parametrize("how", ["raise", "exit 3", "os._exit 4", "segfault", "SIGABRT"])
-@pytest.mark.parametrize("step", [-1, 0, 3])
-def test_whatever_ends_a_rank_is_named_and_restarted(job: Job, how: str, step: int) -> None:
-    headline = {
-        "raise": "ValueError: planned at rank 1",
-        "exit 3": "exited with code 3",
-        "os._exit 4": "exited with code 4",
-        "segfault": "killed by SIGSEGV",
-        "SIGABRT": "killed by SIGABRT",
-    }[how]
-    assert job.run(TRAINS, "6", fault(1, step, how), max_restarts=1) == 0
-    kind = "signal" if headline.startswith("killed") else "error"
-    assert causes(job) == [(kind, 1, headline)]
+HEADLINES = {
+    "raise": "ValueError: planned at rank 1",
+    "exit 3": "exited with code 3",
+    "os._exit 4": "exited with code 4",
+    "segfault": "killed by SIGSEGV",
+    "SIGABRT": "killed by SIGABRT",
+}
+
+
+@pytest.mark.parametrize("early", [-1, 0])
+def test_whatever_ends_a_rank_is_named_and_restarted(job: Job, early: int) -> None:
+    """In each of these ways once before the first step and once after some: two early ends in a row would be a loop,
+    and wait. At last a rank fails when the others are done."""
+    ways = [how for how in HEADLINES for _ in range(2)]
+    # A world resumes where the last one was, so each time it is a later step.
+    steps = [early if g % 2 == 0 else 3 + g for g in range(len(ways))]
+    faults = [fault(1, step, how, (g,)) for g, (step, how) in enumerate(zip(steps, ways, strict=True))]
+    faults.append(fault(1, 16, "exit 9", (len(ways),)))
+    assert job.run(TRAINS, "15", *faults, max_restarts=len(faults)) == 0
+    expected = [("signal" if HEADLINES[how].startswith("killed") else "error", 1, HEADLINES[how]) for how in ways]
+    assert causes(job) == [*expected, ("error", 1, "exited with code 9")]
+    for incident in (each for each in job.incidents() if each["headline"] == "killed by SIGSEGV"):
+        assert any("Segmentation fault" in line for line in incident["stderr_tail"])
+        assert any("in strike" in line for line in incident["stderr_tail"])
     assert job.leftovers() == []
-
-
-def test_a_rank_that_fails_after_the_others_are_done(job: Job) -> None:
-    assert job.run(TRAINS, "3", fault(1, 4, "exit 9"), max_restarts=1) == 0
-    assert causes(job) == [("error", 1, "exited with code 9")]
 
 
 def test_a_python_error_is_told_with_its_traceback_and_its_followers(job: Job) -> None:
@@ -100,13 +106,6 @@ def test_a_python_error_is_told_with_its_traceback_and_its_followers(job: Job) -
     assert "trains.py" in job.err
     assert "--max-restarts is 0" in job.err
     assert str(job.run_dir) in job.err
-
-
-def test_a_segfault_shows_where_python_was(job: Job) -> None:
-    assert job.run(TRAINS, "9", fault(0, 2, "segfault")) == 1
-    [incident] = job.incidents()
-    assert any("Segmentation fault" in line for line in incident["stderr_tail"])
-    assert any("in strike" in line for line in incident["stderr_tail"])
 
 
 def test_the_same_error_three_times_before_the_first_step_is_a_bug(job: Job) -> None:
@@ -157,14 +156,19 @@ def test_a_grandchild_does_not_outlive_its_world(job: Job, then: str) -> None:
     assert job.leftovers() == []
 
 
-@pytest.mark.parametrize("helper", ["holdfast zygote", "holdfast retired zygote", "holdfast janitor", "holdfast store"])
-def test_a_killed_helper_is_replaced(job: Job, helper: str) -> None:
-    job.start(TRAINS, "1000", fault(1, 1, "leave"), max_restarts=2, env={"PACE_S": "0.003"})
-    job.wait_event("zygote.grown")
-    os.kill(job.process(helper), signal.SIGKILL)
-    job.wait_step(0, 5, generation=1)
+def test_a_killed_helper_is_replaced(job: Job) -> None:
+    hold = job.folder / "hold"
+    hold.touch()
+    helpers = ["holdfast retired zygote", "holdfast janitor", "holdfast store", "holdfast zygote"]
+    env = {"PACE_S": "0.003", "HOLD": str(hold)}
+    job.start(TRAINS, "1", fault(1, 1, "leave"), max_restarts=len(helpers), env=env)
+    job.wait_event("zygote.grown")  # from then on there is a retired one, for as long as its ranks live
+    for generation, helper in enumerate(helpers, 1):
+        os.kill(job.process(helper), signal.SIGKILL)
+        job.wait_step(0, 1, generation)
+    hold.unlink()
     assert job.wait() == 0
-    assert [kind for kind, _, _ in causes(job)] == ["launcher"]
+    assert [kind for kind, _, _ in causes(job)] == ["launcher"] * len(helpers)
     assert job.leftovers() == []
 
 

@@ -21,40 +21,44 @@ def causes(job: Job) -> list[tuple[Any, ...]]:
 # -- limits that pass -------------------------------------------------------------------------------------------------
 
 
+LIMITS = (*BEATS, *SECTIONS, "--ft-initial-rank-heartbeat-timeout=3")
+SAID = {
+    "no_first_heartbeat": "no first heartbeat for ",
+    "no_more_heartbeats": "no heartbeat for ",
+    "stays_in_a_section": "section 'data' open for ",
+    "stays_in_an_outer_section": "section 'outer' open for ",
+    "stays_outside": "outside of any section for ",
+}
+
+
 @pytest.mark.parametrize(
-    ("story", "flags", "said"),
+    ("stories", "flags"),
     [
-        ("no_more_heartbeats", BEATS, "no heartbeat for "),
-        ("no_first_heartbeat", ("--ft-initial-rank-heartbeat-timeout=3",), "no first heartbeat for "),
-        ("stays_in_a_section", SECTIONS, "section 'data' open for "),
-        ("stays_in_an_outer_section", SECTIONS, "section 'outer' open for "),
-        ("stays_outside", OUTSIDE, "outside of any section for "),
+        (("no_first_heartbeat", "no_more_heartbeats"), LIMITS),
+        (("stays_in_a_section", "stays_in_an_outer_section"), LIMITS),
+        (("stays_outside",), OUTSIDE),
     ],
 )
-def test_a_limit_that_passes_is_a_hang(job: Job, story: str, flags: tuple[str, ...], said: str) -> None:
-    assert job.run(WATCHED, story, max_restarts=1, flags=flags) == 0
-    [incident] = job.incidents()
-    assert (incident["kind"], incident["rank"]) == ("hang", 1)
-    assert incident["headline"].startswith(said)
-    assert incident["phases_s"]["detect"] >= 1
-    [folder] = (job.run_dir / "stacks").iterdir()
-    assert f"in {story}" in (folder / "rank_1.txt").read_text()
-    assert f"rank 1 hangs: {said}" in job.err
+def test_a_limit_that_passes_is_a_hang(job: Job, stories: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    """One a world. The limits are the script's own, so the second hang has no more time than the first."""
+    assert job.run(WATCHED, "+".join(stories), max_restarts=len(stories), flags=flags) == 0
+    folders = sorted((job.run_dir / "stacks").iterdir())
+    for story, incident, folder in zip(stories, job.incidents(), folders, strict=True):
+        assert (incident["kind"], incident["rank"]) == ("hang", 1)
+        assert incident["headline"].startswith(SAID[story])
+        assert incident["phases_s"]["detect"] >= 1
+        assert f"in {story}" in (folder / "rank_1.txt").read_text()
+        assert f"rank 1 hangs: {SAID[story]}" in job.err
     assert job.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    ("story", "flags", "said"),
-    [
-        ("no_more_heartbeats", BEATS, "no heartbeat for "),
-        ("stays_in_an_outer_section", SECTIONS, "section 'outer' open for "),
-    ],
-)
-def test_the_same_for_a_program_that_is_started_cold(job: Job, story: str, flags: tuple[str, ...], said: str) -> None:
-    assert job.run(WATCHED, story, max_restarts=1, flags=("--cold-start", *flags)) == 0
-    [incident] = job.incidents()
-    assert (incident["kind"], incident["rank"]) == ("hang", 1)
-    assert incident["headline"].startswith(said)
+def test_the_same_for_a_program_that_is_started_cold(job: Job) -> None:
+    stories = ("no_more_heartbeats", "stays_in_an_outer_section")
+    flags = ("--cold-start", *BEATS, *SECTIONS)
+    assert job.run(WATCHED, "+".join(stories), max_restarts=2, flags=flags) == 0
+    for story, incident in zip(stories, job.incidents(), strict=True):
+        assert (incident["kind"], incident["rank"]) == ("hang", 1)
+        assert incident["headline"].startswith(SAID[story])
     assert job.leftovers() == []
 
 
@@ -62,17 +66,13 @@ def test_the_same_for_a_program_that_is_started_cold(job: Job, story: str, flags
 
 
 @pytest.mark.parametrize(
-    ("story", "flags"),
-    [
-        ("ends_all_sections", SECTIONS),
-        ("shuts_down_in_time", (*BEATS, *SECTIONS, *OUTSIDE)),
-        ("never_begins", (*BEATS, *SECTIONS, *OUTSIDE)),
-        ("finishes_early", (*BEATS, *SECTIONS, *OUTSIDE)),
-        ("ends_slowly", (*BEATS, *SECTIONS, *OUTSIDE)),
-    ],
+    ("story", "nproc", "flags"),
+    [("ends_all_sections", 2, SECTIONS), ("is_not_held_to_limits", 5, (*BEATS, *SECTIONS, *OUTSIDE))],
 )
-def test_a_rank_that_is_done_or_never_began_is_not_held_to_limits(job: Job, story: str, flags: tuple[str, ...]) -> None:
-    assert job.run(WATCHED, story, flags=flags) == 0
+def test_a_rank_that_is_done_or_never_began_is_not_held_to_limits(
+    job: Job, story: str, nproc: int, flags: tuple[str, ...]
+) -> None:
+    assert job.run(WATCHED, story, nproc=nproc, flags=flags) == 0
     assert job.events("rank.hung") == []
     assert job.leftovers() == []
 
@@ -125,26 +125,24 @@ def test_the_only_node_cannot_be_excluded(job: Job) -> None:
     assert job.leftovers() == []
 
 
-@pytest.mark.parametrize("then", ["go on", "raise"])
-def test_continue_changes_nothing(job: Job, then: str) -> None:
-    assert job.run(WATCHED, "asks", "Continue", then, max_restarts=1) == 0
-    [asked] = job.events("rank.asked")
-    assert asked["action"] == "continue"
-    assert causes(job) == ([("error", 1)] if then == "raise" else [])
+def test_continue_changes_nothing(job: Job) -> None:
+    assert job.run(WATCHED, "asks", "Continue", "raise+go on", max_restarts=1) == 0
+    assert [asked["action"] for asked in job.events("rank.asked")] == ["continue"] * 2
+    assert causes(job) == [("error", 1)]
 
 
 # -- a page that something else wrote to ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("byte", ["255", "0"])
-def test_a_corrupt_page_is_told_once_and_is_no_hang(job: Job, byte: str) -> None:
-    flags = (*BEATS, *SECTIONS, "--ft-initial-rank-heartbeat-timeout=3")
-    assert job.run(WATCHED, "scribbles", byte, flags=flags) == 0
-    assert len(job.events("beacon.corrupt")) == 1
-    assert job.err.count("the beacon of rank 1 is corrupt") == 1
+def test_a_corrupt_page_is_told_once_and_is_no_hang(job: Job) -> None:
+    """Rank 1 fills its page with ones, rank 2 with zeros."""
+    assert job.run(WATCHED, "scribbles", "255", "0", nproc=3, flags=LIMITS) == 0
+    assert len(job.events("beacon.corrupt")) == 2
+    assert [job.err.count(f"the beacon of rank {rank} is corrupt") for rank in (1, 2)] == [1, 1]
     assert job.events("rank.hung") == []
-    [refused] = [line["refused"] for line in job.news.seen if "refused" in line]
-    assert "corrupt" in refused
+    refused = {line["rank"]: line["refused"] for line in job.news.seen if "refused" in line}
+    assert sorted(refused) == [1, 2]
+    assert all("corrupt" in text for text in refused.values())
     assert job.leftovers() == []
 
 

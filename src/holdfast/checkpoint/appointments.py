@@ -8,6 +8,7 @@ all other steps it compares two numbers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -75,11 +76,12 @@ class Appointments:
                 return
             self._over = True
             number = self._number
-        self._store.add(f"{self._name}/gone", 1)
-        self._store.set(f"{self._name}/answer/{number}/{self._rank}", str(_NEVER))
-        self._store.set(f"{self._name}/to/{self._rank}/{number}", b"")
-        if self._rank == 0:
-            self._want("")
+        with contextlib.suppress(RuntimeError):  # the store may be gone, and with it all who would hear of this
+            self._store.add(f"{self._name}/gone", 1)
+            self._store.set(f"{self._name}/answer/{number}/{self._rank}", str(_NEVER))
+            self._store.set(f"{self._name}/to/{self._rank}/{number}", b"")
+            if self._rank == 0:
+                self._want("")
         for thread in self._threads:
             thread.join(CLOSE_S)
 

@@ -8,15 +8,16 @@ import logging
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import MutableMapping
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.checkpoint import contents, learned, randomness, settings, sharing, terms, writing
+from holdfast.checkpoint import catalogue, contents, learned, randomness, settings, sharing, terms, writing
 from holdfast.checkpoint.appointments import Appointments
 from holdfast.checkpoint.courier import Courier, Delivery, Parcel
 from holdfast.checkpoint.errors import CheckpointError
@@ -38,6 +39,8 @@ HAND_OVER_S = 5.0
 class Checkpointer:
     """Saves and restores `state`: a dict of modules, optimizers, anything else with `state_dict` and `load_state_dict`,
     tensors and plain values. Every rank makes one, with the same arguments, and calls the same methods."""
+
+    _with_agent: ClassVar[weakref.ref[Checkpointer] | None] = None
 
     def __init__(
         self,
@@ -65,13 +68,18 @@ class Checkpointer:
         self._storage = open_storage(self.directory)
         self._together = together = join()
         self._shared = shared or "://" in self.directory
-        if self._shared and "://" not in self.directory:
+        if self._shared and "://" not in self.directory and not settings.on_one_node():
             sharing.check(self._storage, together)
+        if Checkpointer._with_agent is not None and Checkpointer._with_agent() is not None:
+            raise CheckpointError(
+                "there is a Checkpointer already, and its memory is this rank's; close() that one first"
+            )
         desk = writing.attach()
         has_agent = self._has_agent = together.agree(b"1" if desk is not None else b"0", min) == b"1"
+        Checkpointer._with_agent = weakref.ref(self) if has_agent else None
         if desk is not None and not has_agent:
             desk.close()
-        self._desk = desk if desk is not None and has_agent else writing.start_own()
+        self._desk = desk if desk is not None and has_agent else writing.start_own(together.size == 1)
         local_rank = self._desk.own[0] // 2 if has_agent else None
         self._position = settings.position(together.rank, together.size, local_rank)
         self._generation = settings.generation()
@@ -166,7 +174,8 @@ class Checkpointer:
         taken = self._take(moment)
         if taken is None:
             self._courier.decline()
-            log.warning("holdfast: %s is skipped: the one before is still being written", file or step_folder(step))
+            if self._together.rank == 0:
+                log.warning("holdfast: %s is skipped: the one before is still being written", file or step_folder(step))
             return False
         self._saved_at_s = time.monotonic()
         self._parcels.append(self._courier.send(taken[0], step, taken[1]))
@@ -204,7 +213,8 @@ class Checkpointer:
             if self._appointments is not None:
                 self._appointments.close()
             self._snapshots.close()
-            self._desk.close()
+            self._desk.close(failed)
+            Checkpointer._with_agent = None
 
     @property
     def memory_every(self) -> int | None:
@@ -257,8 +267,22 @@ class Checkpointer:
     def _own_term(self) -> int:
         if self._term is None:
             self._begin_term(None)
+            if self._together.rank == 0:
+                self._warn_of_others()
         assert self._term is not None
         return self._term
+
+    def _warn_of_others(self) -> None:
+        """Training began at its beginning, where there was something to go on from."""
+        with contextlib.suppress(CheckpointError):
+            left = [found for found in catalogue.find(self._storage).found if found.step is not None]
+            if left and all(found.superseded for found in left):
+                log.warning(
+                    "holdfast: %s has checkpoints up to step %d, and nobody called restore(): they are superseded by "
+                    "this training",
+                    self._storage.url,
+                    max(found.step or 0 for found in left),
+                )
 
     def _begin_term(self, restored: int | None) -> None:
         """From here on, what others wrote after that step is not of this history. One for each directory."""

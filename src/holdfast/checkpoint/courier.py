@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -73,7 +74,8 @@ class Courier:
         self._parcels.put(None)
         if self._thread is not None:
             if failed and self._aside.size > 1:
-                self._line.leave(self._aside)
+                with contextlib.suppress(RuntimeError):  # a store that is gone has woken it already
+                    self._line.leave(self._aside)
             self._thread.join(CLOSE_S)
 
     def _serve(self) -> None:

@@ -50,7 +50,11 @@ def make_room(storage: Storage, snapshot: Snapshot) -> str | None:
     there = catalogue.find(storage)
     found = next((one for one in there.found if one.name == snapshot.file), None)
     if found is None:
-        why = next((why for name, why in there.broken if name == snapshot.file), "")
+        if snapshot.file not in there.root:
+            return ""  # another rank was faster
+        if snapshot.file not in (broken := dict(there.broken)):
+            raise CheckpointError(f"{snapshot.file} is there already; {'; '.join(there.notes)}")
+        why = broken[snapshot.file]
     elif (found.term, found.step) == (snapshot.term, snapshot.step):
         return None
     elif found.foreign:
@@ -59,6 +63,8 @@ def make_room(storage: Storage, snapshot: Snapshot) -> str | None:
     elif found.superseded:
         why = "training has gone on from before it"
     elif not (wrong := chunks.damages(storage, sidecars.read(storage, epoch, found.term or 0).hashed())):
+        if found.step == snapshot.step:
+            return None  # of an earlier start, which this one has gone on from
         raise CheckpointError(f"{snapshot.file} is there already, of step {found.step}; nothing is ever overwritten")
     else:
         why = wrong[0]

@@ -32,11 +32,11 @@ class Removed(msgspec.Struct, frozen=True):
 def apply(storage: Storage, policy: Policy) -> list[Removed]:
     """Delete what no rule keeps, and what unfinished saves have left."""
     there = catalogue.find(storage)
-    removed = []
-    for found, reason in _to_remove(there, policy):
+    goes = list(_to_remove(there, policy))
+    for found, _ in goes:
         remove(storage, found, there)
-        removed.append(Removed(found.name, reason))
-    gone = {(found.name, found.term) for found, _ in _to_remove(there, policy)}
+    removed = [Removed(found.name, reason) for found, reason in goes]
+    gone = {(found.name, found.term) for found, _ in goes}
     left = [found for found in there.found if (found.name, found.term) not in gone]
     removed += _remove_leftovers(storage, there, left)
     _remove_sidecars(storage, there, left)

@@ -21,11 +21,12 @@ class Placing(msgspec.Struct):
     targets: dict[str, torch.Tensor]
     finish: list[Callable[[], None]]
     notes: list[str]  # what a person should know
+    lacking: list[str]  # of which nothing is in the source, not even what they are
 
 
 def prepare(state: Mapping[str, Any], source: Source) -> Placing:
     """Raises CheckpointError where what was saved is not of the same make."""
-    placing = Placing({}, [], [])
+    placing = Placing({}, [], [], [])
     for name, value in state.items():
         if name not in source.nodes:
             placing.notes.append(f"it has no {name!r}, which stays as it is")
@@ -66,21 +67,29 @@ def _optimizer(placing: Placing, name: str, optimizer: torch.optim.Optimizer, no
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     made: dict[str, torch.Tensor] = {}
     for key in tree.tensor_keys(node):
-        dtype, shape = _described(key, source)
-        tensor = present.get(key)
-        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype is not dtype:
-            tensor = _like_its_parameter(tree.parts(key), parameters, dtype, shape)
+        tensor, parameter = present.get(key), _parameter_of(tree.parts(key), parameters)
+        described = _described(key, source)
+        if described is None and parameter is not None:
+            # No part of it is where this rank can read. It may need none: there may be fewer rows than ranks.
+            described = parameter.dtype, tuple(parameter.shape)
+        if described is None:
+            placing.lacking.append(key)
+            continue
+        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != described:
+            tensor = _like(parameter, *described)
         made[key] = placing.targets[key] = tensor
     placing.finish.append(lambda: _load(name, optimizer, tree.unflatten(node, made)))
 
 
-def _like_its_parameter(
-    parts: list[str], parameters: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
+def _parameter_of(parts: list[str], parameters: list[torch.Tensor]) -> torch.Tensor | None:
     if len(parts) > 2 and parts[1] == "state" and parts[2].isdecimal() and int(parts[2]) < len(parameters):
-        parameter = parameters[int(parts[2])]
-        if tuple(parameter.shape) == shape and shape:
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+        return parameters[int(parts[2])]
+    return None
+
+
+def _like(parameter: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if parameter is not None and tuple(parameter.shape) == shape and shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
     return torch.empty(shape, dtype=dtype)
 
 
@@ -103,22 +112,24 @@ def _value(placing: Placing, name: str, state: Mapping[str, Any], node: Any, sou
 def _make(placing: Placing, node: Any, source: Source) -> dict[str, torch.Tensor]:
     made = {}
     for key in tree.tensor_keys(node):
-        dtype, shape = _described(key, source)
-        made[key] = placing.targets[key] = torch.empty(shape, dtype=dtype)
+        if (described := _described(key, source)) is None:
+            placing.lacking.append(key)
+        else:
+            dtype, shape = described
+            made[key] = placing.targets[key] = torch.empty(shape, dtype=dtype)
     return made
 
 
 def _fill(placing: Placing, key: str, tensor: torch.Tensor, source: Source) -> None:
-    _, shape = _described(key, source)
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(f"{key} was saved with shape {shape}, and is now of shape {tuple(tensor.shape)}")
+    described = _described(key, source)
+    if described is not None and tuple(tensor.shape) != described[1]:
+        raise CheckpointError(f"{key} was saved with shape {described[1]}, and is now of shape {tuple(tensor.shape)}")
     placing.targets[key] = tensor
 
 
-def _described(key: str, source: Source) -> tuple[torch.dtype, tuple[int, ...]]:
-    if (found := source.described(key)) is None:
-        raise CheckpointError(f"it has no {key}")
-    return boxes.dtype_of(found[0]), found[1]
+def _described(key: str, source: Source) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    found = source.described(key)
+    return (boxes.dtype_of(found[0]), found[1]) if found is not None else None
 
 
 def _load(name: str, value: Any, state: Any) -> None:

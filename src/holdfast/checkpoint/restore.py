@@ -76,9 +76,13 @@ class Restoring:
         copy: Callable[[Copies, memoryview], None],
     ) -> tuple[Source, Restored] | None:
         """None: there is nothing to go on from. Raises CheckpointError, on all ranks."""
-        options = self._options(which, memory, copy)
-        common = self._common(options)
-        for name in common:
+        options: list[Option] = []
+        wrong = ""
+        try:
+            options = self._options(which, memory, copy)
+        except CheckpointError as failure:  # the others have to hear of it, too
+            wrong = str(failure)
+        for name in self._common(options, wrong):
             mine = [option for option in options if option.state == name]
             source, option, verdict = self._try(mine, state)
             together = self._settle(verdict)
@@ -92,6 +96,12 @@ class Restoring:
             raise CheckpointError(
                 f"no valid checkpoint is left in {self._storage.url} ({self._damaged}); start again to train from the "
                 "beginning"
+            )
+        if options and self._sets_aside:
+            log.warning(
+                "holdfast: step %d is in %s, but not every rank has its part of it; training begins anew",
+                options[0].step,
+                self._storage.url,
             )
         return None
 
@@ -122,17 +132,20 @@ class Restoring:
             options.sort(key=lambda option: -option.step)
         return options
 
-    def _common(self, options: list[Option]) -> list[str]:
-        """The states that every rank could load, in rank 0's order."""
+    def _common(self, options: list[Option], wrong: str) -> list[str]:
+        """The states that every rank could load, in rank 0's order. Raises CheckpointError if any rank cannot tell."""
         mine = list(dict.fromkeys(option.state for option in options))
 
         def decide(said: list[bytes]) -> bytes:
-            lists, damaged = zip(*(msgspec.json.decode(one, type=tuple[list[str], str]) for one in said), strict=True)
+            answers = [msgspec.json.decode(one, type=tuple[list[str], str, str]) for one in said]
+            lists, damaged, wrong = zip(*answers, strict=True)
             common = [name for name in lists[0] if all(name in some for some in lists)]
-            return msgspec.json.encode((common, max(damaged)))
+            return msgspec.json.encode((common, max(damaged), max(wrong)))
 
-        said = self._together.agree(msgspec.json.encode((mine, self._damaged)), decide)
-        common, self._damaged = msgspec.json.decode(said, type=tuple[list[str], str])
+        said = self._together.agree(msgspec.json.encode((mine, self._damaged, wrong)), decide)
+        common, self._damaged, wrong = msgspec.json.decode(said, type=tuple[list[str], str, str])
+        if wrong:
+            raise CheckpointError(wrong)
         return common
 
     def _in_memory(self, memory: Slots, known: Sequence[terms.Term], copy: Copy) -> list[Option]:
@@ -162,7 +175,10 @@ class Restoring:
             try:
                 source = option.open()
                 placing = prepare(state, source)
-                if source.lacks(placing.targets) is not None:
+                lacking = placing.lacking[0] if placing.lacking else source.lacks(placing.targets)
+                if lacking is not None:
+                    if self._shared and option.name != "memory":
+                        raise CheckpointError(f"not all of {lacking} is in it")
                     continue  # other ranks' parts, which lie where this one cannot read them
                 source.read(placing.targets)
                 for finish in placing.finish:

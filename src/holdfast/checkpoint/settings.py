@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import uuid
 
 from holdfast.checkpoint import sealed
@@ -15,11 +16,15 @@ DIRECTORY = "CHECKPOINT_DIR"
 RESUME = "HOLDFAST_RESUME"
 JOB = "HOLDFAST_JOB_ID"
 
+_SLIP = re.compile(r"(s3|gs|az):(?!//)")
 _alone = uuid.uuid4().hex
 
 
 def directory(given: str | os.PathLike[str] | None) -> str:
-    return os.fspath(given) if given is not None else os.environ.get(DIRECTORY) or "checkpoints"
+    found = os.fspath(given) if given is not None else os.environ.get(DIRECTORY) or "checkpoints"
+    if (slip := _SLIP.match(found)) is not None:
+        raise ValueError(f"{found!r}: {slip[1]}://{found[slip.end() :].lstrip('/')} is meant")
+    return found
 
 
 def policy(keep: int, keep_best: int, keep_every: int, metric: str, mode: str) -> Policy:
@@ -72,6 +77,11 @@ def position(rank: int, size: int, local_rank: int | None) -> Position:
         node=int(os.environ.get("GROUP_RANK", "0")),
         nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
     )
+
+
+def on_one_node() -> bool:
+    """Whether a launcher says that all ranks are on this node."""
+    return os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def generation() -> int:

@@ -152,7 +152,7 @@ class Writer:
             line.asked.append(save)
 
     def _asked_to_persist(self, persist: Persist | None) -> None:
-        """Its slots are held at once: the next world must not fill them before they are read. What ranks of the last one
+        """Its slots are held at once: the next world must not fill them before they are read. What the last one's ranks
         have still asked for comes first."""
         for line in self._lines[1:]:
             self._hear(line)
@@ -245,8 +245,12 @@ def _say_last(persisted: Persisted) -> None:
     """To whoever still reads what the owner's errors went to."""
     if not persisted.ok:
         text = f"its last snapshot could not be saved: {persisted.text}"
-    elif persisted.step is not None:
+    elif persisted.step is not None and persisted.committed:
         text = f"its last snapshot, of step {persisted.step}, was saved as {persisted.name}"
+    elif persisted.step is not None and not persisted.committed:
+        text = f"its part of the last snapshot, of step {persisted.step}, was saved; {persisted.text}"
+    elif persisted.step is not None:
+        text = f"its part of step {persisted.step} was left for {persisted.name}: {persisted.text}"
     else:
         return
     with contextlib.suppress(OSError):
@@ -254,8 +258,9 @@ def _say_last(persisted: Persisted) -> None:
 
 
 def main() -> None:
-    """Arguments: the descriptor of the control socket, the owner's pid, and whether that is an agent."""
-    fd, owner, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """Arguments: the descriptor of the control socket, the owner's pid, whether that is an agent, and when to load
+    torch."""
+    fd, owner, kind, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     if kind == "agent":
         linux.die_with_parent(owner)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
@@ -265,7 +270,16 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     linux.lower_io_priority()
+    if when == "now":
+        threading.Thread(target=_load_torch, daemon=True).start()
     Writer(channel.adopt(fd), owner, kind == "agent").run()
+    os._exit(0)  # all is on storage; to take torch apart in order takes longer than many a save
+
+
+def _load_torch() -> None:
+    """The first epoch's file would have to wait for it, and the next ones be skipped."""
+    with contextlib.suppress(Exception):
+        import torch  # noqa: F401
 
 
 if __name__ == "__main__":

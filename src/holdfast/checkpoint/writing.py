@@ -81,23 +81,29 @@ class Desk:
                 return received[0]
         return None
 
-    def close(self) -> None:
-        """Let go. What was asked for is still written, by a process that nobody waits for."""
+    def close(self, failed: bool = False) -> None:
+        """Let go. What was asked for is still written, by a process that nobody waits for; and the newest snapshot, if
+        its owner has failed."""
         with contextlib.suppress(channel.ChannelClosed, OSError):
-            self._link.send(Finish())  # heard by a writer of one's own only
+            if not failed:
+                self._link.send(Finish())  # heard by a writer of one's own only
         self._link.close()
         channel.close_all(self.slots)
         self.slots = []
 
 
-def start_writer(owner: str, env: Mapping[str, str] | None = None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def start_writer(
+    owner: str, env: Mapping[str, str] | None = None, loads_torch: bool = True
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """A writer process, and the line that controls it. `owner` is "agent" or "own". In a session of its own: what a
-    terminal or a batch system tells the owner's is not for it. Raises OSError."""
+    terminal or a batch system tells the owner's is not for it. Epochs' files need torch, which it loads at once, or
+    when it has to. Raises OSError."""
+    when = "now" if loads_torch else "later"
     ours, theirs = channel.pair()
     root = os.path.dirname(os.path.dirname(holdfast.__file__))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), owner],
+            [sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), owner, when],
             env=env,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -121,7 +127,7 @@ def make_slots(count: int) -> list[int]:
     return [os.memfd_create(f"holdfast-slot-{index}", os.MFD_CLOEXEC) for index in range(count)]
 
 
-def start_own() -> Desk:
+def start_own(loads_torch: bool = True) -> Desk:
     """A desk for a process without an agent. Its writer outlives it for as long as it takes to save what it left."""
     slots = make_slots(2)
     started: list[subprocess.Popen[bytes]] = []
@@ -129,7 +135,7 @@ def start_own() -> Desk:
     def start() -> socket.socket:
         if started:
             started.pop().wait()  # it is gone already
-        line, process = start_writer("own")
+        line, process = start_writer("own", loads_torch=loads_torch)
         started.append(process)
         with contextlib.suppress(channel.ChannelClosed):  # the next one who uses it finds out
             hand_slots(channel.Channel(line, FromWriter), slots)

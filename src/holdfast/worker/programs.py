@@ -108,7 +108,8 @@ def installed_modules(since: set[str]) -> tuple[str, ...]:
 
 def _installed_roots() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    roots: Iterable[str] = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]]
+    ours = os.path.dirname(os.path.dirname(__file__))  # also where it is used from its sources
+    roots: Iterable[str] = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], ours]
     user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
     return tuple(os.path.realpath(root) + os.sep for root in [*roots, *([user] if user else [])])
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,7 +25,7 @@ def main() -> None:
     steps, kills = int(sys.argv[1]), "kill" in sys.argv
     x = torch.zeros(50_000, requires_grad=True)
     optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.9)
-    state = {"x": x, "optimizer": optimizer, "sum": 0.0}
+    state: dict[str, Any] = {"x": x, "optimizer": optimizer, "sum": 0.0}
     checkpointer = holdfast.Checkpointer(state=state, every_steps=10, memory_every=1, keep=0)
     restored = checkpointer.restore()
     step = restored.step if restored is not None else 0

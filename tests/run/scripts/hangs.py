@@ -139,6 +139,15 @@ def sleep_deaf(_: Any) -> None:
         time.sleep(LONG_S)
 
 
+def stop_itself(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_at_once(_: Any) -> None:
+    """Without the second that an interpreter's end may take on a busy machine."""
+    os._exit(0)
+
+
 def exit_5(_: Any) -> None:
     sys.exit(5)
 

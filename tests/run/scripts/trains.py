@@ -3,6 +3,7 @@
 `trains.py STEPS [FAULT ...]`, a fault being JSON: {"rank": 1, "step": 5, "how": "SIGKILL", "generations": [0]}.
 Step -1 is before the process group exists, step 0 before the first optimizer step. `how` is a signal's name,
 "raise", "exit N", "os._exit N", "deafen" (ignore SIGTERM and sleep) or "leave" (start a process that outlives us).
+HOLD, if given, is a file that keeps the job training for as long as it exists, beyond its steps.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ def saved_step() -> int:
         return 0
     with open(STATE) as file:
         return int(file.read())
+
+
+def is_held() -> bool:
+    """Rank 0 says so for all: each looking by itself, some might see the file and some not."""
+    told = torch.tensor([int(os.path.exists(os.environ["HOLD"]))])
+    dist.broadcast(told, 0)
+    return bool(told)
 
 
 def suffer(step: int) -> None:
@@ -78,7 +86,10 @@ def main() -> None:
     done = torch.tensor([saved_step() if RANK == 0 else 0])
     dist.broadcast(done, 0)
     suffer(0)
-    for step in range(int(done) + 1, steps + 1):
+    step, held = int(done), "HOLD" in os.environ
+    while step < steps or held:
+        held = held and is_held()
+        step += 1
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """A script that is watched by what it says about itself: `watched.py STORY`, a story being a function below.
 
-In the first world rank 1 does what its story is about; other ranks, and all in later worlds, are good.
+In the first world rank 1 does what its story is about; other ranks, and all in later worlds, are good. With several
+stories, `STORY+STORY`, each world has the next, and all are good in the one after the last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from holdfast.worker.beacon import BASE, STEPS
 
 RANK = int(os.environ["RANK"])
 GENERATION = int(os.environ["HOLDFAST_GENERATION"])
-BAD = RANK == 1 and GENERATION == 0
+STORIES = sys.argv[1].split("+")
+BAD = RANK == 1 and len(STORIES) > GENERATION
 LONG_S = 600
 LIMIT_S = 1.0  # as the test sets them
 
@@ -77,6 +79,7 @@ def stays_in_an_outer_section() -> None:
         with client.section("outer"):
             while True:
                 with client.section("data"):
+                    client.send_heartbeat()
                     time.sleep(0.05)
 
 
@@ -94,6 +97,15 @@ def ends_all_sections() -> None:
     time.sleep(2 * LIMIT_S)
 
 
+def is_not_held_to_limits() -> None:
+    """Each rank in another way, while rank 0 is held to all of them."""
+    [good_for_long, shuts_down_in_time, never_begins, finishes_early, ends_slowly][RANK]()
+
+
+def good_for_long() -> None:
+    good(3 * LIMIT_S)
+
+
 def shuts_down_in_time() -> None:
     client.init_workload_monitoring()
     client.start_section("data")
@@ -103,17 +115,11 @@ def shuts_down_in_time() -> None:
 
 
 def never_begins() -> None:
-    if RANK == 1:
-        time.sleep(2 * LIMIT_S)
-    else:
-        good(2 * LIMIT_S)
+    time.sleep(2 * LIMIT_S)
 
 
 def finishes_early() -> None:
-    good()
-    if RANK == 1:
-        return  # without a word
-    good(2 * LIMIT_S)
+    good()  # and ends without a word
 
 
 def ends_slowly() -> None:
@@ -172,24 +178,27 @@ def ask(action: str) -> None:
 
 
 def asks(action: str, then: str) -> None:
-    if not BAD:
+    """What follows a request may differ by world: THEN+THEN."""
+    follows = then.split("+")
+    if RANK != 1 or len(follows) <= GENERATION:
         good(LONG_S if GENERATION == 0 and action != "Continue" else 0.3)
         return
     good()
     ask(action)
-    if then == "raise":
+    if follows[GENERATION] == "raise":
         raise ValueError("planned")
-    if then == "wait":
+    if follows[GENERATION] == "wait":
         time.sleep(LONG_S)
 
 
 # -- writes where it must not -----------------------------------------------------------------------------------------
 
 
-def scribbles(byte: str) -> None:
+def scribbles(*by_rank: str) -> None:
+    """Rank 0 is good, each other rank fills its page with a byte of its own."""
     good()
-    if BAD:
-        scribble(0, 32, int(byte))  # the rank's fields, but not the agent's
+    if RANK:
+        scribble(0, 32, int(by_rank[RANK - 1]))  # the rank's fields, but not the agent's
         try:
             client.send_heartbeat()
         except RankMonitorClientError as failure:
@@ -225,6 +234,6 @@ def scribble(first: int, fields: int, byte: int = 0xFF) -> None:
     ctypes.memset(int(line.partition("-")[0], 16) + 8 * first, byte, 8 * fields)
 
 
-globals()[sys.argv[1]](*sys.argv[2:])
-if sys.argv[1] not in ("ends_slowly", "finishes_early"):
+globals()[STORIES[min(GENERATION, len(STORIES) - 1)]](*sys.argv[2:])
+if STORIES != ["is_not_held_to_limits"]:
     client.shutdown_workload_monitoring()
