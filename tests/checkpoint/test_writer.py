@@ -34,7 +34,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    desk = writing.start_own()
+    desk = writing.start_own(loads_torch=False)
     yield desk
     desk.close()
     wait_for_end(last_writer())
@@ -139,7 +139,7 @@ def test_a_killed_writer_is_noticed_and_the_next_save_has_another(desk: Desk, ur
 
 
 def test_what_was_asked_for_before_the_end_is_written(url: str) -> None:
-    desk = writing.start_own()
+    desk = writing.start_own(loads_torch=False)
     pid = last_writer()
     for index, step in ((0, 1), (1, 2)):
         fill(Slot(desk.slots[index]), a_snapshot(url, step))
@@ -150,7 +150,7 @@ def test_what_was_asked_for_before_the_end_is_written(url: str) -> None:
 
 
 def test_what_nobody_asked_for_is_not_written_at_an_orderly_end(url: str) -> None:
-    desk = writing.start_own()
+    desk = writing.start_own(loads_torch=False)
     pid = last_writer()
     fill(Slot(desk.slots[0]), a_snapshot(url, 1))
     desk.close()
@@ -169,7 +169,7 @@ OWNER = """
     from holdfast.checkpoint.slots import Slot
 
     url = {url!r}
-    desk = writing.start_own()
+    desk = writing.start_own(loads_torch=False)
     slots = [Slot(fd) for fd in desk.slots]
     {body}
     print(last_writer(), flush=True)

@@ -67,8 +67,9 @@ def test_killed_ranks_lose_no_step(job: Job, undisturbed: dict[int, str]) -> Non
     went_on = [step for _, step, name in later if name == "memory"]
     assert len(went_on) == 5 and sorted(went_on) == went_on and all(map(int.__le__, went_on, steps))
     assert digests(job.news.seen) == undisturbed
-    assert [event["step"] for event in job.events("checkpoint.persisted")] == sorted(set(went_on))
-    assert checkpoints(job.folder / "checkpoints") == [f"step_{step:08d}" for step in sorted(set(went_on))]
+    saved = [event["step"] for event in job.events("checkpoint.persisted")]
+    assert saved[-1] == went_on[-1] and set(saved) <= set(went_on)  # none that came too late: a newer one was there
+    assert checkpoints(job.folder / "checkpoints") == [f"step_{step:08d}" for step in sorted(saved)]
     assert "goes on from step" in job.err
     assert job.leftovers() == []
 

@@ -29,7 +29,7 @@ def main() -> None:
     checkpointer = holdfast.Checkpointer(state=state, every_steps=10, memory_every=1, keep=0)
     restored = checkpointer.restore()
     step = restored.step if restored is not None else 0
-    data = TensorDataset(torch.arange(100.0))
+    data = TensorDataset(torch.arange(80.0))
     while step < steps:
         for (batch,) in DataLoader(data, batch_size=4, num_workers=2):  # by fork
             optimizer.zero_grad()
@@ -41,6 +41,8 @@ def main() -> None:
             step += 1
             state["sum"] += float(x.detach().sum())
             checkpointer.step(step)
+            if step == 25:
+                checkpointer.wait()  # these steps are short: both slots could still be on their way to disk at 27
             if step == steps:
                 break
     print(last_writer(), step, state["sum"])
