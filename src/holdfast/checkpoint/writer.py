@@ -247,10 +247,8 @@ def _say_last(persisted: Persisted) -> None:
         text = f"its last snapshot could not be saved: {persisted.text}"
     elif persisted.step is not None and persisted.committed:
         text = f"its last snapshot, of step {persisted.step}, was saved as {persisted.name}"
-    elif persisted.step is not None and not persisted.committed:
-        text = f"its part of the last snapshot, of step {persisted.step}, was saved; {persisted.text}"
     elif persisted.step is not None:
-        text = f"its part of step {persisted.step} was left for {persisted.name}: {persisted.text}"
+        text = f"its part of the last snapshot, of step {persisted.step}, was saved; {persisted.text}"
     else:
         return
     with contextlib.suppress(OSError):
