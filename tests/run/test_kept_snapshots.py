@@ -99,19 +99,17 @@ def test_nothing_outlives_a_killed_agent(job: Job) -> None:
     assert job.leftovers() == []
 
 
-def test_a_killed_writer_costs_one_save(job: Job) -> None:
+def test_a_killed_writer_costs_one_save_at_most(job: Job) -> None:
     start(job, "saves")
     job.news.wait(lambda line: line.get("saved") is not None)
     [started] = job.events("writer.started")
     os.kill(started["pid"], signal.SIGKILL)
-    failed: set[int] = set()
-
-    def works_again(line: dict[str, Any]) -> bool:
-        if "saved" in line and line["saved"] is None:
-            failed.add(line["rank"])
-        return line["rank"] in failed and line.get("saved") is not None
-
-    wait_for_each(job, works_again)
+    while len(job.events("writer.started")) < 2:  # who was just not being served finds it out by its next save
+        job.news.wait(lambda line: "saved" in line)
+    last = max(line["saved"] or 0 for line in job.news.seen if "saved" in line)
+    wait_for_each(job, lambda line: (line.get("saved") or 0) > last + 2)
+    unsaved = [line["rank"] for line in job.news.seen if "saved" in line and line["saved"] is None]
+    assert len(unsaved) == len(set(unsaved))  # one at most for each
     job.signal(signal.SIGKILL)
     assert job.leftovers() == []
 
