@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 
 from holdfast.checkpoint.format import ITEM_BYTES, Piece
+from holdfast.checkpoint.sharded import is_sharded
 
 
 class Region(msgspec.Struct):
@@ -67,10 +68,6 @@ def regions(tensor: torch.Tensor, pieces: Sequence[Piece]) -> list[Region] | Non
         found.append(Region(piece, tuple(item.storage_offsets), tuple(item.lengths), into))
     wanted = sum(math.prod(chunk.sizes) for chunk in chunks)
     return found if sum(math.prod(region.lengths) for region in found) == wanted else None
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__create_chunk_list__")
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -27,6 +27,7 @@ from holdfast.checkpoint.restore import Restored, Restoring
 from holdfast.checkpoint.snapshots import Moment, Snapshots
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.together import join
+from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
 from holdfast.worker.beacon import DRAINS, PHASE, Phase
 
@@ -111,7 +112,7 @@ class Checkpointer:
         "epoch:7", a path. None if there is nothing to go on from."""
         self._check_open()
         which = os.fspath(which) if isinstance(which, os.PathLike) else which
-        which = which if which is not None else os.environ.get(settings.RESUME) or None
+        which = which if which is not None else os.environ.get(RESUME) or None
         sets_aside = self._position.local_rank == 0 and (self._together.rank == 0 or not self._shared)
         restoring = Restoring(self._storage, self._policy, self._together, self._shared, sets_aside)
         memory = self._snapshots.left_by_others()

@@ -10,11 +10,10 @@ import uuid
 from holdfast.checkpoint import sealed
 from holdfast.checkpoint.format import Policy
 from holdfast.checkpoint.plans import Position
+from holdfast.wire.snapshots import JOB_ID
 from holdfast.worker import place
 
 DIRECTORY = "CHECKPOINT_DIR"
-RESUME = "HOLDFAST_RESUME"
-JOB = "HOLDFAST_JOB_ID"
 
 _SLIP = re.compile(r"(s3|gs|az):(?!//)")
 _alone = uuid.uuid4().hex
@@ -91,4 +90,4 @@ def generation() -> int:
 
 def job() -> str:
     """The same in all worlds of a job; another one when it is started again."""
-    return os.environ.get(JOB) or _alone
+    return os.environ.get(JOB_ID) or _alone
