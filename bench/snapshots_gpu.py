@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,7 @@ def savers(
             try:
                 samples = _samples(trial, saver, count, args.peer_rounds)
             except Exception as failure:  # of one; the others are still worth the machine's time
+                traceback.print_exc()
                 results.add(f"a save by {saver.name}", f"failed: {type(failure).__name__}: {str(failure)[:120]}")
                 continue
             held, added = [one.held_s for one in samples], [one.total_s - plain for one in samples]

@@ -72,7 +72,8 @@ class Training:
         self.model(self.tokens).backward()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """For torch's savers. One of them cannot stage an OrderedDict in every version (2.11)."""
+        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> list[torch.Tensor]:
         moments = [value for one in self.optimizer.state.values() for value in one.values()]

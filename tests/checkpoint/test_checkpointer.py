@@ -522,7 +522,7 @@ def test_a_read_that_fails_is_no_damage(make: Make, folder: Path) -> None:
         pytest.skip("no system call can be made to fail here")
     weights(folder, 0.0, [1, 2], make)
     state = {"x": torch.full((1000,), -1.0)}
-    restoring = Restoring(Folder(str(folder)), Policy(), Together(0, 1), shared=True, sets_aside=True)
+    restoring = Restoring(Folder(str(folder)), Policy(), Together(0, 1), shared=True, sets_aside=True, alone=True)
     found = syscalls.with_failing({"preadv2": errno.EIO}, lambda: restoring.run(state, None, [], lambda *_: None))
     assert "Input/output error" in found
     assert there(folder) == ["step_00000001", "step_00000002"]

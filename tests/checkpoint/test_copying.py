@@ -222,12 +222,12 @@ def test_sources_are_kept_until_they_are_copied_and_no_longer(copier: Copier) ->
 
 def test_ten_thousand_copies_leave_nothing_behind(copier: Copier) -> None:
     tensors = {f"t{at}": torch.randn(40, 50) for at in range(5)} | {f"s{at}": torch.zeros(()) for at in range(5)}
-    plan = plan_of(tensors, volatile=("t0",))
-    slots = [memoryview(bytearray(plan.data_bytes)) for _ in range(2)]
+    planner = plans.Planner(ALONE, shared=True)
+    slots = [memoryview(bytearray(planner.plan(tensors, {"t0"}).data_bytes)) for _ in range(2)]
     counts: list[Exception | None] = []
 
     def once(step: int) -> None:
-        copier.start(plan_of(dict(tensors), volatile=("t0",)), slots[step % 2], counts.append)
+        copier.start(planner.plan(dict(tensors), {"t0"}), slots[step % 2], counts.append)
         copier.wait_before_step()
 
     def state() -> tuple[int, int, int]:

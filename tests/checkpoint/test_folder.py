@@ -231,7 +231,7 @@ def test_bytes_are_durable_before_the_name_and_the_name_before_the_answer(
 
     made = ["mkdir", "fsync_folder", "mkdir", "fsync_folder"]
     assert effects(lambda: folder.publish("x/a", [b"1", b"2"])) == [
-        *made, "open", "write", "write", "fsync", "rename", "fsync_folder",
+        *made, "open", "write", "fsync", "rename", "fsync_folder",
     ]  # fmt: skip
     assert effects(lambda: folder.create("x/a", b"1")) == ["fsync_folder"]
     assert effects(lambda: folder.write("x/b", [b"1"])) == ["open", "write", "fsync", "fsync_folder"]

@@ -161,22 +161,23 @@ def test_a_plan_is_made_once_for_a_state_of_one_shape() -> None:
         return {"a": torch.randn(3, 4), "b": torch.nn.Parameter(torch.randn(5))} | rest
 
     one, other = state(), state()
-    first, second = plans.plan(one, set(), position, True), plans.plan(other, set(), position, True)
+    planner = plans.Planner(position, True)
+    first, second = planner.plan(one, set()), planner.plan(other, set())
     assert first.layout is second.layout
     assert first.sources[0] is one["a"] and second.sources[0] is other["a"]
     different = [
-        plans.plan(state(a=torch.randn(3, 5)), set(), position, True),
-        plans.plan(state(a=torch.randn(3, 4).double()), set(), position, True),
-        plans.plan(state(c=torch.zeros(1)), set(), position, True),
-        plans.plan(one, {"a"}, position, True),
+        planner.plan(state(a=torch.randn(3, 5)), set()),
+        planner.plan(state(a=torch.randn(3, 4).double()), set()),
+        planner.plan(state(c=torch.zeros(1)), set()),
+        planner.plan(one, {"a"}),
         plans.plan(one, set(), positions(2, 1)[0], True),
     ]
     assert len({id(plan.layout) for plan in [first, *different]}) == 6
     assert len({plan.digest for plan in different[:3]} | {first.digest}) == 4
     assert different[4].digest == first.digest
     for at in range(50):
-        plans.plan(state(c=torch.zeros(at)), set(), position, True)
-    assert len(plans._layouts) <= plans._MOST_LAYOUTS
+        planner.plan(state(c=torch.zeros(at)), set())
+    assert len(planner._known) <= plans._MOST_LAYOUTS
 
 
 @pytest.mark.parametrize(
@@ -210,8 +211,9 @@ def check_sharded(
     for local_size in {1, 2, size}:
         for shared in (True, False):
             position = positions(size, local_size)[rank]
-            plan = plans.plan(tensors, volatile, position, shared)
-            assert plans.plan(tensors, volatile, position, shared).layout is plan.layout
+            planner = plans.Planner(position, shared)
+            plan = planner.plan(tensors, volatile)
+            assert planner.plan(tensors, volatile).layout is plan.layout
             check_layout(plan, volatile)
             shares: list[Any] = [None] * size
             dist.all_gather_object(shares, (position, plan.written, filled(plan), plan.digest))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
@@ -15,26 +14,20 @@ from holdfast.checkpoint.format import ITEM_BYTES, Piece
 from holdfast.checkpoint.sharded import is_sharded
 
 
-class Region(msgspec.Struct):
+class Region(NamedTuple):
     """A part of a piece, and the part of a tensor that it goes to."""
 
     piece: Piece
     offsets: tuple[int, ...]  # in the piece
     lengths: tuple[int, ...]
     into: torch.Tensor
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The bytes of the data from its first to its last element. There may be others between."""
-        strides = _strides(self.piece.sizes)
-        first = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
-        last = first + sum((length - 1) * stride for length, stride in zip(self.lengths, strides, strict=True))
-        item = ITEM_BYTES[self.piece.dtype]
-        return self.piece.at + first * item, self.piece.at + (last + 1) * item
+    span: tuple[int, int]  # the bytes of the data from its first to its last element. There may be others between
 
     def of(self, span: torch.Tensor) -> torch.Tensor:
         """The elements, given the bytes of the span."""
         dense = span.view(dtype_of(self.piece.dtype))
+        if self.lengths == self.piece.sizes:
+            return dense.view(self.lengths)
         return dense.as_strided(self.lengths, _strides(self.piece.sizes))
 
     @property
@@ -46,11 +39,20 @@ class Region(msgspec.Struct):
         return dense and into.device.type == "cpu" and into.is_contiguous() and into.dtype is dtype_of(self.piece.dtype)
 
 
+def _region(piece: Piece, offsets: tuple[int, ...], lengths: tuple[int, ...], into: torch.Tensor) -> Region:
+    strides = _strides(piece.sizes)
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    last = first + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+    item = ITEM_BYTES[piece.dtype]
+    return Region(piece, offsets, lengths, into, (piece.at + first * item, piece.at + (last + 1) * item))
+
+
 def regions(tensor: torch.Tensor, pieces: Sequence[Piece]) -> list[Region] | None:
     """None if the pieces leave a part of it out."""
     if not is_sharded(tensor) and len(pieces) == 1 and pieces[0].sizes == tuple(tensor.shape):
         piece = pieces[0]
-        return [Region(piece, (0,) * len(piece.sizes), piece.sizes, tensor)] if tensor.numel() else []
+        span = piece.at, piece.at + piece.size_bytes
+        return [Region(piece, (0,) * len(piece.sizes), piece.sizes, tensor, span)] if tensor.numel() else []
     sharded: Any = tensor
     chunks = [chunk for chunk in _create_chunk_list(tensor) if math.prod(chunk.sizes)]
     saved = TensorStorageMetadata(
@@ -65,7 +67,7 @@ def regions(tensor: torch.Tensor, pieces: Sequence[Piece]) -> list[Region] | Non
         for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             into = into.narrow(dim, offset, length)
         piece = pieces[item.storage_index.index]
-        found.append(Region(piece, tuple(item.storage_offsets), tuple(item.lengths), into))
+        found.append(_region(piece, tuple(item.storage_offsets), tuple(item.lengths), into))
     wanted = sum(math.prod(chunk.sizes) for chunk in chunks)
     return found if sum(math.prod(region.lengths) for region in found) == wanted else None
 

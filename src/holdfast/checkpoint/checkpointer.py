@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import Future
 from typing import Any, ClassVar, NoReturn
 
@@ -114,9 +115,11 @@ class Checkpointer:
         which = os.fspath(which) if isinstance(which, os.PathLike) else which
         which = which if which is not None else os.environ.get(RESUME) or None
         sets_aside = self._position.local_rank == 0 and (self._together.rank == 0 or not self._shared)
-        restoring = Restoring(self._storage, self._policy, self._together, self._shared, sets_aside)
-        memory = self._snapshots.left_by_others()
-        found = restoring.run(self.state, which, memory, self._snapshots.restore)
+        alone = self._position.local_size == 1
+        restoring = Restoring(self._storage, self._policy, self._together, self._shared, sets_aside, alone)
+        with _without_collection():
+            memory = self._snapshots.left_by_others()
+            found = restoring.run(self.state, which, memory, self._snapshots.restore)
         if found is None:
             return None
         source, restored = found
@@ -362,6 +365,19 @@ class Checkpointer:
     def _place_failed(self) -> bool:
         here = place.current()
         return here is not None and here.failed
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """An index has thousands of objects, none of them garbage; to look for some among all of torch's takes longer than
+    to read it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _say(text: str) -> None:

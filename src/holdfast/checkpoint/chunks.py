@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import xxhash
 
+from holdfast.checkpoint import direct
 from holdfast.checkpoint.errors import Damaged
 from holdfast.checkpoint.format import CHUNK_BYTES, hash_chunk
 from holdfast.checkpoint.storage import Storage
@@ -88,11 +90,11 @@ class Stream:
 
 
 def verified(
-    storage: Storage, file: Hashed, wanted: Sequence[tuple[int, int]] | None = None
+    storage: Storage, file: Hashed, wanted: Sequence[tuple[int, int]] | None = None, once: bool = True
 ) -> Iterator[tuple[int, memoryview]]:
     """The chunks that overlap the wanted ranges (all, without), in order, each with where it begins. One may be used
-    until the next is asked for. Raises Damaged."""
-    for at, chunk, wrong in _fetched(storage, file, _touched(file, wanted)):
+    until the next is asked for. `once` as for `Storage.read`. Raises Damaged."""
+    for at, chunk, wrong in _fetched(storage, file, _touched(file, wanted), once):
         if wrong:
             raise Damaged(wrong)
         yield at, chunk
@@ -100,7 +102,7 @@ def verified(
 
 def damages(storage: Storage, file: Hashed) -> list[str]:
     """All that is wrong with a file, read from end to end."""
-    return [wrong for _, _, wrong in _fetched(storage, file, _touched(file, None)) if wrong]
+    return [wrong for _, _, wrong in _fetched(storage, file, _touched(file, None), True) if wrong]
 
 
 def _touched(file: Hashed, wanted: Sequence[tuple[int, int]] | None) -> Iterator[int]:
@@ -117,7 +119,9 @@ def _touched(file: Hashed, wanted: Sequence[tuple[int, int]] | None) -> Iterator
             last = max(last, (end - 1) // file.chunk_bytes)
 
 
-def _fetched(storage: Storage, file: Hashed, numbers: Iterable[int]) -> Iterator[tuple[int, memoryview, str]]:
+def _fetched(
+    storage: Storage, file: Hashed, numbers: Iterable[int], once: bool
+) -> Iterator[tuple[int, memoryview, str]]:
     """Read ahead, and checked, by threads: one waits for the disk while another hashes. Buffers are reused."""
     coming = iter(numbers)
     size = min(file.chunk_bytes, file.size_bytes)
@@ -127,12 +131,12 @@ def _fetched(storage: Storage, file: Hashed, numbers: Iterable[int]) -> Iterator
     def start(buffer: memoryview) -> None:
         number = next(coming, None)
         if number is not None:
-            pending.append(pool.submit(_fetch, storage, file, number, buffer))
+            pending.append(pool.submit(_fetch, storage, file, number, buffer, once))
 
     try:
         for _ in range(READERS):
-            start(memoryview(bytearray(size)))
-        spare = memoryview(bytearray(size))  # for the one that is in use outside
+            start(direct.buffer(size))
+        spare = direct.buffer(size)  # for the one that is in use outside
         while pending:
             at, chunk, wrong = pending.popleft().result()
             start(spare)
@@ -144,11 +148,11 @@ def _fetched(storage: Storage, file: Hashed, numbers: Iterable[int]) -> Iterator
         pool.shutdown(wait=True)
 
 
-def _fetch(storage: Storage, file: Hashed, number: int, buffer: memoryview) -> tuple[int, memoryview, str]:
+def _fetch(storage: Storage, file: Hashed, number: int, buffer: memoryview, once: bool) -> tuple[int, memoryview, str]:
     at = number * file.chunk_bytes
     view = buffer[: min(file.chunk_bytes, file.size_bytes - at)]
     try:
-        got = storage.read(file.name, at, view)
+        got = storage.read(file.name, at, view, once)
     except FileNotFoundError:
         return at, view, f"{file.name} is missing"
     if got != len(view):
@@ -161,5 +165,5 @@ def _fetch(storage: Storage, file: Hashed, number: int, buffer: memoryview) -> t
 def _whole(chunk: memoryview) -> memoryview:
     """The buffer that a chunk is in; the last one of a file does not fill it."""
     whole = chunk.obj
-    assert isinstance(whole, bytearray)
+    assert isinstance(whole, mmap.mmap)
     return memoryview(whole)

@@ -52,19 +52,33 @@ def check(state: Mapping[str, Any]) -> None:
             plans.check_module(value)
 
 
-def collect(state: Mapping[str, Any]) -> Contents:
+def collect(state: Mapping[str, Any], memory: tree.Memory | None = None) -> Contents:
     """Raises CheckpointError for what cannot be saved. Modules' parameters and optimizers' tensors change only in an
     optimizer's step; all else may at any time, and has to be copied at once."""
     contents = Contents({}, {}, set())
+    if memory is not None:
+        memory.turn()
     for name, value in state.items():
         value = unwrap(value)
-        plain = value.state_dict() if is_stateful(value) else value
-        node, tensors = tree.flatten(plain, tree.part(name))
+        plain = _plain(value)
+        node, tensors = tree.flatten(plain, tree.part(name), memory)
         contents.nodes[name] = node
         contents.tensors.update(tensors)
         if isinstance(value, nn.Module):
-            buffers = {tree.join(tree.part(name), buffer) for buffer, _ in value.named_buffers(remove_duplicate=False)}
-            contents.volatile |= buffers & tensors.keys()
+            contents.volatile |= _buffers(value, tree.part(name), tensors)
         elif not isinstance(value, torch.optim.Optimizer):
             contents.volatile |= tensors.keys()
     return contents
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, nn.Module) and type(value).state_dict is nn.Module.state_dict:
+        return value.state_dict(keep_vars=True)  # which makes no new tensors, and tells what is a parameter
+    return value.state_dict() if is_stateful(value) else value
+
+
+def _buffers(module: nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    if type(module).state_dict is nn.Module.state_dict:
+        return {key for key, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    buffers = {tree.join(path, buffer) for buffer, _ in module.named_buffers(remove_duplicate=False)}
+    return buffers & tensors.keys()

@@ -24,7 +24,7 @@ from holdfast.checkpoint.plans import Layout, Plan, is_gathered
 
 Done = Callable[[Exception | None], None]
 
-_AT_ONCE_BYTES = 4096  # up to which to copy a tensor costs no more than to plan it for later
+_SMALL_BYTES = 4096  # up to which tensors are copied together: to plan each would cost more
 _PART_BYTES = 64 << 20  # two can share a large tensor, and each part is still copied at full speed
 _MOST_TARGETS = 4
 _EXIT_S = 10.0  # how long an interpreter that exits waits for a copy; a hung device would keep it for ever
@@ -52,6 +52,8 @@ class Copier:
                 torch._foreach_copy_(targets.at_once_views, [sources[index] for index in targets.at_once])
             events = [(outward.device, outward.launch(sources)) for outward in targets.outward]
             parts = deque(part for later in targets.later for part in later.parts(sources))
+            if targets.small:
+                parts.appendleft(_Small(targets.small_views, [sources[index] for index in targets.small]))
         job = self._job = _Job(parts, events, (sources, targets), done)
         self._thread().put(job)
 
@@ -78,18 +80,20 @@ class Copier:
         return True
 
     def restore(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], data: memoryview | None = None) -> None:
-        """Each from the first tensor to the second; all are there when it returns. The first are on the host, in `data`
-        where that is given: it is page-locked if enough of it goes to a device."""
+        """Each from the first tensor to the second. The first are on the host, in `data` where that is given: it is
+        page-locked if enough of it goes to a device. Devices may still be copying when it returns, in their current
+        streams: what waits for those sees all of it."""
         devices = {into.device for _, into in copies if into.device.type == "cuda"}
         if devices and data:
             wanted = sum(source.numel() * source.element_size() for source, into in copies if into.is_cuda)
             if 2 * wanted >= len(data):
                 self._pinned.pin(data, _base(data).data_ptr())
         with torch.no_grad():
-            for source, into in copies:
-                into.copy_(source, non_blocking=into.is_cuda)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            if not devices:
+                for source, into in copies:
+                    into.copy_(source)
+            elif copies:
+                torch._foreach_copy_([into for _, into in copies], [source for source, _ in copies], non_blocking=True)
 
     def close(self) -> None:
         """Wait, and end the thread. It may be started again."""
@@ -163,7 +167,13 @@ class _Strided:
         self.source = source
 
 
-_Part = tuple[int, int, int] | _Strided  # to, from, size: addresses of dense ones
+class _Small:
+    def __init__(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self.views = views
+        self.sources = sources
+
+
+_Part = tuple[int, int, int] | _Strided | _Small  # to, from, size: addresses of dense ones
 
 
 class _Targets:
@@ -175,6 +185,8 @@ class _Targets:
         volatile = set(plan.volatile)
         self.at_once: list[int] = []
         self.at_once_views: list[torch.Tensor] = []
+        self.small: list[int] = []
+        self.small_views: list[torch.Tensor] = []
         self.later: list[_Later] = []
         runs: dict[torch.device, list[list[tuple[int, Piece]]]] = {}
         large: dict[torch.device, dict[int, torch.Tensor]] = {}
@@ -188,9 +200,12 @@ class _Targets:
                     _extend(runs.setdefault(device, []), index, piece)
                 else:
                     large.setdefault(device, {})[index] = view
-            elif device.type != "cpu" or index in volatile or piece.size_bytes <= _AT_ONCE_BYTES:
+            elif device.type != "cpu" or index in volatile:
                 self.at_once.append(index)
                 self.at_once_views.append(view)
+            elif piece.size_bytes <= _SMALL_BYTES:
+                self.small.append(index)
+                self.small_views.append(view)
             else:
                 self.later.append(_Later(index, view))
         self.outward = [
@@ -257,8 +272,10 @@ class _Job:
                 while part := self._next():
                     if isinstance(part, tuple):
                         ctypes.memmove(*part)  # lets go of the interpreter's lock meanwhile
-                    else:
+                    elif isinstance(part, _Strided):
                         part.view.copy_(part.source)
+                    else:
+                        torch._foreach_copy_(part.views, part.sources)
         except Exception as failure:
             self._failure = failure
             self._parts.clear()

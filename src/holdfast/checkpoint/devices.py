@@ -75,6 +75,9 @@ def _clear_error() -> None:
         torch.zeros(1, device="cuda")
 
 
+_ONE_BY_ONE = ("complex32",)  # there is no kernel that copies many
+
+
 class Gathered:
     """Many small tensors of a device, and volatile ones: copied together on the device, where that takes microseconds,
     and from there to the host as one."""
@@ -91,8 +94,13 @@ class Gathered:
             views.append(piece_view(self._staging, piece, piece.at - start))
 
     def gather(self, sources: Sequence[torch.Tensor]) -> None:
-        for indexes, views in self._groups.values():
-            torch._foreach_copy_(views, [sources[index] for index in indexes])
+        for dtype, (indexes, views) in self._groups.items():
+            found = [sources[index] for index in indexes]
+            if dtype in _ONE_BY_ONE:
+                for view, source in zip(views, found, strict=True):
+                    view.copy_(source)
+            else:
+                torch._foreach_copy_(views, found)
 
     def send(self) -> None:
         self._host.copy_(self._staging, non_blocking=True)

@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from holdfast.checkpoint import faultpoints
+from holdfast.checkpoint import direct, faultpoints
 
 # Large enough that the calls cost nothing, small enough that the disk starts early and the last fsync has little left.
 WRITE_BYTES = 8 * 1024 * 1024
@@ -47,15 +47,34 @@ def _only_regular(fd: int, name: str) -> int:
     raise OSError(errno.EINVAL, "Not a regular file", name)
 
 
-def read(fd: int, at: int, into: memoryview) -> int:
-    """Until `into` is full or the file ends."""
-    # The kernel reads ahead 128 KiB at a time by itself, which is too little to keep a fast disk busy.
-    advise(fd, at, 2 * into.nbytes, os.POSIX_FADV_WILLNEED)
+def read(fd: int, at: int, into: memoryview, once: bool = False) -> int:
+    """Until `into` is full or the file ends. What is read once goes past the page cache, if it can."""
     with into.cast("B") as view:
-        done = 0
+        done = _read_direct(fd, at, view) if once else 0
+        if done == len(view):
+            return done
+        # The kernel reads ahead 128 KiB at a time by itself, which is too little to keep a fast disk busy.
+        advise(fd, at + done, 2 * (len(view) - done), os.POSIX_FADV_WILLNEED)
         while done < len(view) and (count := os.preadv(fd, [view[done:]], at + done)):
             done += count
         return done
+
+
+def _read_direct(fd: int, at: int, view: memoryview) -> int:
+    size = direct.blocks(view, at)
+    if not size or not direct.begin(fd):
+        return 0
+    done = 0
+    try:
+        # Where the file ends within a block, what there is comes, and is no multiple of one.
+        while done < size and done % direct.BLOCK_BYTES == 0 and (count := os.preadv(fd, [view[done:size]], at + done)):
+            done += count
+    except OSError as failure:
+        if not direct.is_refused(failure):
+            raise
+    finally:
+        direct.end(fd)
+    return done
 
 
 def advise(fd: int, at: int, size_bytes: int, advice: int) -> None:
@@ -64,21 +83,94 @@ def advise(fd: int, at: int, size_bytes: int, advice: int) -> None:
 
 
 def write(fd: int, parts: Iterable[memoryview | bytes]) -> None:
-    """Each part from where it lies, without a copy. It may be reused as soon as the next one is asked for.
+    """Each part may be reused as soon as the next one is asked for.
 
     Space is not reserved beforehand: how much is needed is known only at the end, ext4 and XFS reserve it with each
     write anyway, and glibc's posix_fallocate writes every block where a filesystem has no such thing.
     """
-    at = 0
+    out = _Out(fd)
     for part in parts:
         with memoryview(part) as whole, whole.cast("B") as view:
-            done = 0
-            while done < len(view):
-                faultpoints.passed("folder.write.before")
-                done += (written := os.write(fd, view[done : done + WRITE_BYTES]))
-                faultpoints.passed("folder.write.after")
-                _start_writeback(fd, at, written)
-                at += written
+            out.add(view)
+    out.finish()
+
+
+class _Out:
+    """A file that is written from its begin: large parts from where they lie, the others gathered in a buffer."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._at = 0
+        self._held = 0  # bytes in the buffer
+        self._buffer: memoryview | None = None
+        self._direct: bool | None = None  # None: not tried yet
+
+    def add(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            rest = view[done:]
+            if self._held == 0 and (size := self._straight(rest)):
+                self._write(rest[:size])
+            else:
+                size = self._hold(rest)
+            done += size
+
+    def _straight(self, view: memoryview) -> int:
+        return len(view) if self._direct is False else direct.blocks(view, self._at)
+
+    def _hold(self, view: memoryview) -> int:
+        if self._buffer is None:
+            self._buffer = direct.buffer(WRITE_BYTES)
+        size = min(len(view), WRITE_BYTES - self._held)
+        self._buffer[self._held : self._held + size] = view[:size]
+        self._held += size
+        if self._held == WRITE_BYTES:
+            self._flush()
+        return size
+
+    def _flush(self) -> None:
+        assert self._buffer is not None
+        self._write(self._buffer[: self._held])
+        self._held = 0
+
+    def finish(self) -> None:
+        """The last bytes, which fill no block, go the other way."""
+        if self._held:
+            self._flush()
+        self._end_direct()
+
+    def _write(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            rest = view[done : done + WRITE_BYTES]
+            if size := direct.blocks(rest, self._at):
+                self._begin_direct()
+                rest = rest[:size]
+            else:
+                self._end_direct()
+            faultpoints.passed("folder.write.before")
+            try:
+                written = os.write(self._fd, rest)
+            except OSError as failure:
+                if not (self._direct and direct.is_refused(failure)):
+                    raise
+                self._end_direct()
+                continue
+            faultpoints.passed("folder.write.after")
+            if not self._direct:
+                _start_writeback(self._fd, self._at, written)
+            self._at += written
+            done += written
+
+    def _begin_direct(self) -> None:
+        if self._direct is None:
+            self._direct = direct.begin(self._fd)
+
+    def _end_direct(self) -> None:
+        """For good: after a part that fills no block there is nothing that could go that way."""
+        if self._direct:
+            direct.end(self._fd)
+        self._direct = False
 
 
 def _start_writeback(fd: int, at: int, size_bytes: int) -> None:

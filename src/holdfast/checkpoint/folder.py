@@ -60,11 +60,11 @@ class Folder:
                 raise OSError(errno.EINVAL, "Not a regular file", name)
             return status.st_size
 
-    def read(self, name: str, at: int, into: memoryview) -> int:
+    def read(self, name: str, at: int, into: memoryview, once: bool = False) -> int:
         with self._told("reading", name), self._parent(name) as (parent, last):
             fd = files.open_to_read(last, parent)
             try:
-                return files.read(fd, at, into)
+                return files.read(fd, at, into, once)
             finally:
                 os.close(fd)
 
@@ -100,7 +100,7 @@ class Folder:
         try:
             files.write(fd, parts)
             files.sync(fd)
-            # Training needs the memory more, and what is read back to be verified must come from the disk.
+            # What went through the page cache: training needs the memory more, and it is read back from the disk.
             files.advise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

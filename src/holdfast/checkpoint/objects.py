@@ -54,7 +54,7 @@ class Objects:
         with self._told("looking at", name):
             return self.bucket.size(_key(name))
 
-    def read(self, name: str, at: int, into: memoryview) -> int:
+    def read(self, name: str, at: int, into: memoryview, once: bool = False) -> int:
         with self._told("reading", name):
             return self.bucket.read(_key(name), at, into)
 

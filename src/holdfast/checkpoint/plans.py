@@ -9,9 +9,9 @@ them. Any other tensor is the same on all ranks: one rank of each node keeps it,
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,6 +52,8 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     data_bytes: int
     volatile: tuple[int, ...]
     digest: str
+    on_gpu: bool
+    is_plain: bool  # no tensor is sharded
 
 
 class Plan(NamedTuple):
@@ -93,25 +95,57 @@ class _Share(NamedTuple):
     writes: bool
 
 
-_layouts: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
-_MOST_LAYOUTS = 8
+class _Known(NamedTuple):
+    keys: list[str]
+    volatile: Collection[str]
+    described: list[tuple[Any, ...]]
+    layout: Layout
+    sources: Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]
+
+
+class Planner:
+    """Remembers the layouts of the last few kinds of state, so that a plan is made anew only when a state's shape
+    changes: this runs in the training loop."""
+
+    def __init__(self, position: Position, shared: bool) -> None:
+        self._position = position
+        self._shared = shared
+        self._known: list[_Known] = []  # the last first
+
+    def plan(self, tensors: Mapping[str, torch.Tensor], volatile: Collection[str]) -> Plan:
+        """Raises CheckpointError for a tensor that cannot be saved. All ranks give the same keys in the same order."""
+        with torch.no_grad():
+            known = self._find(list(tensors), volatile, _described(tensors))
+            if known is None:
+                layout = _lay_out(tensors, volatile, self._position, self._shared)
+                known = _Known(list(tensors), set(volatile), _described(tensors), layout, _taker(layout))
+                self._known = [known, *self._known[: _MOST_LAYOUTS - 1]]
+            sources = known.sources(tensors)
+            return Plan(known.layout, sources if known.layout.is_plain else list(map(sharded.local, sources)))
+
+    def _find(self, keys: list[str], volatile: Collection[str], described: list[tuple[Any, ...]]) -> _Known | None:
+        for at, known in enumerate(self._known):
+            if known.keys == keys and known.described == described and known.volatile == volatile:
+                self._known.insert(0, self._known.pop(at))
+                return known
+        return None
+
+
+def _taker(layout: Layout) -> Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]:
+    keys = [piece.key for piece in layout.pieces]
+    if len(keys) < 2:
+        return lambda tensors: [tensors[key] for key in keys]
+    take = operator.itemgetter(*keys)
+    return lambda tensors: list(take(tensors))
+
+
+_MOST_LAYOUTS = 4
+_DESCRIBES = operator.attrgetter("shape", "dtype", "device", "layout", "__class__")
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def plan(tensors: Mapping[str, torch.Tensor], volatile: Collection[str], position: Position, shared: bool) -> Plan:
-    """Raises CheckpointError for a tensor that cannot be saved. All ranks give the same keys in the same order."""
-    with torch.no_grad():
-        try:
-            signature = (position, shared, frozenset(volatile), *map(_describe, tensors.items()))
-        except RuntimeError:
-            for key, tensor in tensors.items():
-                _check(key, tensor)  # a nested tensor has no shape to tell
-            raise
-        layout = _layouts.get(signature)
-        if layout is None:
-            layout = _layouts[signature] = _lay_out(tensors, volatile, position, shared)
-            while len(_layouts) > _MOST_LAYOUTS:
-                _layouts.popitem(last=False)
-        return Plan(layout, [sharded.local(tensors[piece.key]) for piece in layout.pieces])
+    return Planner(position, shared).plan(tensors, volatile)
 
 
 def check_module(module: torch.nn.Module) -> None:
@@ -123,12 +157,20 @@ def check_module(module: torch.nn.Module) -> None:
         )
 
 
-def _describe(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
-    key, tensor = item
-    if sharded.is_sharded(tensor):
-        mesh: Any = tensor
-        return key, tensor.shape, tensor.dtype, tensor.device, mesh.device_mesh, mesh.placements
-    return key, tensor.shape, tensor.dtype, tensor.device, tensor.layout, type(tensor)
+def _described(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+    """All that a layout depends on."""
+    try:
+        plain = list(map(_DESCRIBES, tensors.values()))
+    except RuntimeError:
+        for key, tensor in tensors.items():
+            _check(key, tensor)  # a nested tensor has no shape to tell
+        raise
+    if _PLAIN.issuperset(map(type, tensors.values())):
+        return plain
+    return [
+        (*described, tensor.device_mesh, tensor.placements) if sharded.is_sharded(tensor) else described  # type: ignore[attr-defined]
+        for described, tensor in zip(plain, tensors.values(), strict=True)
+    ]
 
 
 # -- laying out: once, and again when the state's shape changes --------------------------------------------------------
@@ -160,6 +202,8 @@ def _lay_out(
         data_bytes=pieces[-1].at + shares[-1].size_bytes if pieces else 0,
         volatile=tuple(at for at, share in enumerate(shares) if share.key in volatile),
         digest=_digest(tensors),
+        on_gpu=any(tensors[share.key].device.type == "cuda" for share in shares),
+        is_plain=not any(sharded.is_sharded(tensors[share.key]) for share in shares),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
 import sys
@@ -15,11 +16,11 @@ def capture() -> dict[str, Any]:
 
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "torch": bytes(torch.get_rng_state().tolist()),
+        "torch": _bytes(torch.get_rng_state()),
         "python": (version, _PYTHON.pack(*words), gauss),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+        state["cuda"] = _bytes(torch.cuda.get_rng_state())
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         name, keys, position, has_gauss, cached = numpy_random.get_state()
         state["numpy"] = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
@@ -39,6 +40,10 @@ def put_back(state: dict[str, Any]) -> None:
 
         name, keys, position, has_gauss, cached = state["numpy"]
         numpy_random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _bytes(state: Any) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())  # some 60 times faster than by way of a list
 
 
 def _bytes_tensor(content: bytes) -> Any:

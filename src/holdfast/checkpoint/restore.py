@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from holdfast.checkpoint import catalogue, shards, terms
 from holdfast.checkpoint.catalogue import Found
@@ -60,12 +61,15 @@ class Verdict(msgspec.Struct, frozen=True):
 class Restoring:
     """One attempt to go on, for one rank."""
 
-    def __init__(self, storage: Storage, policy: Policy, together: Together, shared: bool, sets_aside: bool) -> None:
+    def __init__(
+        self, storage: Storage, policy: Policy, together: Together, shared: bool, sets_aside: bool, alone: bool
+    ) -> None:
         self._storage = storage
         self._policy = policy
         self._together = together
         self._shared = shared
         self._sets_aside = sets_aside  # one rank for each directory
+        self._alone = alone  # on its node
         self._damaged = ""  # what is wrong with the last that was, on any rank
 
     def run(
@@ -125,7 +129,7 @@ class Restoring:
             if found.step is not None:
                 below = found.step
             label = self._label(found.term, found.step) if not found.foreign else f"file:{found.name}"
-            options.insert(0, Option(label, below, found.name, _opener(storage, found)))
+            options.insert(0, Option(label, below, found.name, _opener(storage, found, self._alone)))
         if which in (None, "latest") and storage is self._storage:
             # Before a checkpoint of the same step, and before a file without one that the catalogue puts above that.
             options = self._in_memory(memory, there.terms, copy) + options
@@ -183,6 +187,7 @@ class Restoring:
                 source.read(placing.targets)
                 for finish in placing.finish:
                     finish()
+                _wait_for_devices(placing.targets.values())
             except Damaged as failure:
                 damaged.append((option.name, str(failure)))
             except FileNotFoundError as failure:
@@ -235,9 +240,16 @@ class Restoring:
         log.warning("holdfast: %s is damaged (%s); it was set aside as %s", name, wrong, put)
 
 
-def _opener(storage: Storage, found: Found) -> Callable[[], Source]:
+def _wait_for_devices(targets: Iterable[torch.Tensor]) -> None:
+    """What is loaded may be used in any stream, and the memory that it came from be filled anew."""
+    for device in {target.device for target in targets}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _opener(storage: Storage, found: Found, alone: bool) -> Callable[[], Source]:
     if found.kind == "step":
-        return lambda: Step(shards.open_step(storage, found))
+        return lambda: Step(shards.open_step(storage, found), alone)
 
     def open_epoch() -> Source:
         from holdfast.checkpoint import epochs

@@ -157,10 +157,12 @@ class Opened:
             for piece in shard.pieces:
                 yield rank, piece
 
-    def chunks(self, rank: int, wanted: Sequence[tuple[int, int]] | None = None) -> Iterator[tuple[int, memoryview]]:
-        """The chunks of a rank's bytes that overlap the wanted ranges, in order, each read once, with where it begins.
-        A chunk may be used until the next is asked for. Raises Damaged."""
-        return chunks.verified(self._storage, hashed(self.shards[rank]), wanted)
+    def chunks(
+        self, rank: int, wanted: Sequence[tuple[int, int]] | None = None, once: bool = True
+    ) -> Iterator[tuple[int, memoryview]]:
+        """The chunks of a rank's bytes that overlap the wanted ranges, in order, with where each begins. A chunk may be
+        used until the next is asked for. `once` as for `Storage.read`. Raises Damaged."""
+        return chunks.verified(self._storage, hashed(self.shards[rank]), wanted, once)
 
 
 def open_step(storage: Storage, found: Found) -> Opened:

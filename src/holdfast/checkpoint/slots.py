@@ -277,8 +277,12 @@ def _fits(snapshot: Snapshot, header: _Header) -> bool:
     return (
         0 <= snapshot.written <= len(snapshot.pieces)
         and 0 <= snapshot.written_bytes <= header.data_bytes
-        and all(piece.dtype in ITEM_BYTES and min(piece.sizes, default=0) >= 0 for piece in snapshot.pieces)
-        and all(0 <= piece.at <= header.data_bytes - piece.size_bytes for piece in snapshot.pieces)
+        and all(
+            piece.dtype in ITEM_BYTES
+            and min(piece.sizes, default=0) >= 0
+            and 0 <= piece.at <= header.data_bytes - piece.size_bytes
+            for piece in snapshot.pieces
+        )
     )
 
 

@@ -53,7 +53,8 @@ class Snapshots:
         self._together = together
         self._agreed = ""
         self._url = url
-        self._shared = shared
+        self._seen = tree.Memory()
+        self._planner = plans.Planner(position, shared)
         self._policy = policy
         self._copier = Copier()
         self._copying: Future[None] | None = None
@@ -69,8 +70,8 @@ class Snapshots:
         began_s = time.monotonic()
         self.wait()
         # A rank without a free slot does this too: others may have one, and what they ask here they ask all ranks.
-        found = contents.collect(state)
-        plan = plans.plan(found.tensors, found.volatile, self._position, self._shared)
+        found = contents.collect(state, self._seen)
+        plan = self._planner.plan(found.tensors, found.volatile)
         self._check_alike(plan.digest)
         index = self._free(used)
         if index is None:
@@ -78,7 +79,7 @@ class Snapshots:
         slot = self._slots[index]
         copying: Future[None] = Future()
         try:
-            self._on_device = any(source.is_cuda for source in plan.sources)
+            self._on_device = plan.layout.on_gpu
             data = slot.fill(self._snapshot(moment, found, plan), plan.data_bytes)
             self._copier.start(plan, data, lambda failure: self._copied(slot, copying, failure))
         except BaseException:

@@ -13,6 +13,7 @@ from holdfast.checkpoint import boxes, tree
 from holdfast.checkpoint.boxes import Region
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.format import Piece, Snapshot
+from holdfast.checkpoint.sharded import is_sharded
 from holdfast.checkpoint.shards import Opened
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Source:
         raise NotImplementedError
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Devices may still be copying when it returns, in their current streams."""
         raise NotImplementedError
 
 
@@ -52,6 +54,7 @@ class Pieces(Source):
     def __init__(self, pieces: Iterable[tuple[int, Sequence[Piece]]]) -> None:
         self._pieces: dict[str, list[Piece]] = {}
         self._places: dict[str, list[int]] = {}
+        self._found: dict[str, list[Region]] = {}  # for the targets that were last looked at
         for place, some in pieces:
             for piece in some:
                 self._pieces.setdefault(piece.key, []).append(piece)
@@ -62,21 +65,25 @@ class Pieces(Source):
         return (found[0].dtype, found[0].shape) if found else None
 
     def lacks(self, targets: Mapping[str, torch.Tensor]) -> str | None:
+        self._found = {}
         for key, tensor in targets.items():
-            if boxes.regions(tensor, self._pieces.get(key, [])) is None:
+            regions = boxes.regions(tensor, self._pieces.get(key, []))
+            if regions is None:
                 return key
+            self._found[key] = regions
         return None
 
     def _by_place(self, targets: Mapping[str, torch.Tensor]) -> dict[int, list[Region]]:
+        """Of targets of which nothing was found lacking."""
+        if targets.keys() != self._found.keys() and (key := self.lacks(targets)) is not None:
+            raise CheckpointError(f"{key}: not all of it was saved where this rank can read it")
         found: dict[int, list[Region]] = {}
-        for key, tensor in targets.items():
-            pieces = self._pieces.get(key, [])
-            regions = boxes.regions(tensor, pieces)
-            if regions is None:
-                raise CheckpointError(f"{key}: not all of it was saved where this rank can read it")
+        for key, regions in self._found.items():
+            pieces, places = self._pieces.get(key, []), self._places.get(key, [])
             for region in regions:
-                place = self._places[key][next(n for n, piece in enumerate(pieces) if piece is region.piece)]
+                place = next(place for piece, place in zip(pieces, places, strict=True) if piece is region.piece)
                 found.setdefault(place, []).append(region)
+        self._found = {}
         return found
 
 
@@ -104,20 +111,17 @@ class Memory(Pieces):
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
         for place, regions in self._by_place(targets).items():
             data = self._slots[place][1]
-            copies: Copies = []
-            for region in regions:
-                begin, end = region.span
-                span = torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=begin)
-                copies.append((region.of(span), region.into))
-            self._copy(copies, data)
+            whole = torch.frombuffer(data, dtype=torch.uint8)
+            self._copy([(region.of(whole[slice(*region.span)]), region.into) for region in regions], data)
 
 
 class Step(Pieces):
     """A step's folder. Each chunk that is needed is read once, and checked before a byte of it is used."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, alone: bool = True) -> None:
         super().__init__((rank, shard.pieces) for rank, shard in opened.shards.items())
         self._opened = opened
+        self._alone = alone  # no other rank of this machine reads it
         manifest = opened.manifest
         self.step, self.epoch, self.metrics = manifest.step, manifest.epoch, manifest.metrics
         self.world_size: int | None = manifest.world_size
@@ -127,14 +131,19 @@ class Step(Pieces):
         return _plain(self._opened.own(rank)) if rank in self._opened.shards else None
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        # What is replicated all ranks read, and the first of a machine reads it for the others.
+        sizes = {True: 0, False: 0}
+        for tensor in targets.values():
+            sizes[is_sharded(tensor)] += tensor.numel() * tensor.element_size()
+        once = self._alone or sizes[True] > sizes[False]
         for rank, regions in self._by_place(targets).items():
-            self._read_shard(rank, sorted(regions, key=lambda region: region.span))
+            self._read_shard(rank, sorted(regions, key=lambda region: region.span), once)
 
-    def _read_shard(self, rank: int, regions: list[Region]) -> None:
+    def _read_shard(self, rank: int, regions: list[Region], once: bool) -> None:
         spans = [region.span for region in regions]
         pending: list[tuple[tuple[int, int], Region, torch.Tensor]] = []
         coming = 0
-        for at, chunk in self._opened.chunks(rank, _joined(spans)):
+        for at, chunk in self._opened.chunks(rank, _joined(spans), once):
             end = at + len(chunk)
             upto = bisect.bisect_left(spans, (end, 0), lo=coming)
             for region in regions[coming:upto]:

@@ -27,8 +27,9 @@ class Storage(Protocol):
 
     def size(self, name: str) -> int: ...
 
-    def read(self, name: str, at: int, into: memoryview) -> int:
-        """Fill `into` from there on; returns the bytes read, fewer only at the end of the file."""
+    def read(self, name: str, at: int, into: memoryview, once: bool = False) -> int:
+        """Fill `into` from there on; returns the bytes read, fewer only at the end of the file. `once`: nobody else on
+        this machine is about to read the same, so that it need not be kept in memory, and is the storage's own."""
 
     def write(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
         """A file of any size, part by part. Not atomic on a filesystem; nobody may rely on it until it is referred to.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.checkpoint.errors import CheckpointError, Damaged
 
@@ -28,11 +29,53 @@ _UNSAFE = re.compile("[/%]")
 _ESCAPED = re.compile("%(2F|25)")
 
 
-def flatten(value: Any, path: str) -> tuple[Node, dict[str, torch.Tensor]]:
+def flatten(value: Any, path: str, memory: Memory | None = None) -> tuple[Node, dict[str, torch.Tensor]]:
     """Tensors are referred to, not copied; numpy arrays are copied, since nothing tells when their owner changes them.
     Raises CheckpointError with the path of what cannot be saved."""
-    walk = _Flatten()
+    walk = _Flatten(memory if memory is not None else Memory())
     return walk.node(value, path, 0), walk.tensors
+
+
+class Memory:
+    """What was flattened before: dicts that still have the same keys need not be looked at again. Nearly all of a state
+    is such dicts, and this runs in the training loop."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, _Seen] = {}
+        self._now: dict[str, _Seen] = {}
+
+    def turn(self) -> None:
+        """What has not been met since the last turn is forgotten."""
+        self._before, self._now = self._now, {}
+
+    def seen(self, path: str, value: dict[Any, Any]) -> _Seen | None:
+        """What is known of a dict at that place, if it has the same keys."""
+        seen = self._before.get(path)
+        if seen is None or seen.kind is not type(value) or seen.keys != tuple(value):
+            return None
+        if seen.key_types != list(map(type, value)):  # 1 and True are equal
+            return None
+        self._now[path] = seen
+        return seen
+
+    def note(self, path: str, seen: _Seen) -> None:
+        self._now[path] = seen
+
+
+class _Seen(NamedTuple):
+    kind: type
+    keys: tuple[Any, ...]
+    key_types: list[type]
+    names: list[tuple[Node, str]]  # of each key, its node and the path below it
+    node: Node
+    versions: Any  # of a module's state
+    tensors: list[str]  # their keys, if there is nothing else in it
+    inner: list[tuple[str, ...]]  # the keys of the dicts in it, if the tensors are in those
+
+    def keys_of(self, tensors: list[torch.Tensor], inner: list[tuple[str, ...]], versions: Any) -> list[str] | None:
+        """Of these tensors, if there is nothing new about them."""
+        same = len(tensors) == len(self.tensors) and inner == self.inner and versions == self.versions
+        return self.tensors if same else None
 
 
 def unflatten(node: Node, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -64,10 +107,12 @@ def parts(key: str) -> list[str]:
 
 
 class _Flatten:
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         import torch
 
         self._torch = torch
+        self._memory = memory
+        self._tensor_types = {torch.Tensor, torch.nn.Parameter}
         self.tensors: dict[str, torch.Tensor] = {}
 
     def node(self, value: Any, path: str, depth: int) -> Node:
@@ -110,21 +155,47 @@ class _Flatten:
         return {tag: key}
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
+        seen = self._memory.seen(path, value)
+        versions = getattr(value, "_metadata", None)
+        tensors, inner = self._only_tensors(value)
+        known = seen.keys_of(tensors, inner, versions) if seen is not None else None
+        if seen is not None and known and self.tensors.keys().isdisjoint(known):
+            self.tensors.update(zip(known, tensors, strict=True))
+            return seen.node
+        names = seen.names if seen is not None else [self._name(key, path, depth) for key in value]
+        before = len(self.tensors)
+        nodes = [self.node(item, below, depth + 1) for item, (_, below) in zip(value.values(), names, strict=True)]
+        keys = list(self.tensors)[before:] if tensors else []
+        node = self._tagged(value, [[name, node] for (name, _), node in zip(names, nodes, strict=True)], versions, path)
+        types = list(map(type, value))
+        self._memory.note(path, _Seen(type(value), tuple(value), types, names, node, versions, keys, inner))
+        return node
+
+    def _only_tensors(self, value: dict[Any, Any]) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
+        """The plain tensors of a dict, or of the dicts in it, as an optimizer has for its parameters, if there is
+        nothing else. In calls that look at all of them at once: a large model has thousands."""
+        kinds = set(map(type, value.values()))
+        if kinds == {dict}:
+            inner = list(map(tuple, value.values()))
+            items = list(itertools.chain.from_iterable(map(dict.values, value.values())))
+            if {str}.issuperset(map(type, itertools.chain.from_iterable(inner))):
+                return (items, inner) if self._tensor_types.issuperset(map(type, items)) else ([], [])
+        return (list(value.values()), []) if kinds and kinds <= self._tensor_types else ([], [])
+
+    def _name(self, key: Any, path: str, depth: int) -> tuple[Node, str]:
+        below = join(path, key)
+        if type(key) is str and key.isascii():
+            return key, below
+        if isinstance(key, self._torch.Tensor):
+            raise CheckpointError(f"{path}: a tensor as the key of a dict cannot be saved")
+        return self.node(key, below, depth + 1), below
+
+    def _tagged(self, value: dict[Any, Any], pairs: list[Node], versions: Any, path: str) -> Node:
         kind = type(value)
-        pairs = []
-        for key, item in value.items():
-            if type(key) is str and key.isascii():
-                name: Node = key
-            else:
-                if isinstance(key, self._torch.Tensor):
-                    raise CheckpointError(f"{path}: a tensor as the key of a dict cannot be saved")
-                name = self.node(key, join(path, key), depth + 1)
-            pairs.append([name, self.node(item, join(path, key), depth + 1)])
         if kind is OrderedDict:
             # Where modules keep the versions of their state; loading looks at them to convert older ones.
-            versions = getattr(value, "_metadata", None)
             if versions:
-                return {"o": pairs, "m": self.node(versions, f"{path}/_metadata", depth + 1)}
+                return {"o": pairs, "m": self.node(versions, f"{path}/_metadata", 1)}
             return {"o": pairs}
         return {"k" if kind is Counter else "d": pairs}
 
@@ -244,7 +315,11 @@ class _Unflatten:
             key = pair[0] if type(pair[0]) is str else self._key(pair[0], depth)
             if key in into:
                 raise Damaged(f"{key!r} is twice in a dict of the state's tree")
-            into[key] = self.value(pair[1], depth + 1)
+            node = pair[1]
+            if type(node) is dict and len(node) == 1 and "t" in node:  # nearly all of them, in a large state
+                into[key] = self._tensor(node["t"], depth)
+            else:
+                into[key] = self.value(node, depth + 1)
         return into
 
     def _key(self, node: Node, depth: int) -> Any:
@@ -277,13 +352,14 @@ class _Listing(dict[str, Any]):
     """Has any tensor that it is asked for, and remembers that it was."""
 
     def __init__(self) -> None:
-        self.keys_asked: list[str] = []
-
-    def __missing__(self, key: str) -> torch.Tensor:
         import torch
 
+        self.keys_asked: list[str] = []
+        self._any = torch.empty(0)
+
+    def __missing__(self, key: str) -> torch.Tensor:
         self.keys_asked.append(key)
-        return torch.empty(0)
+        return self._any
 
 
 def _bad(node: Any) -> Damaged:
