@@ -88,9 +88,13 @@ class Distributed(Saver):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+_KEEPS_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)  # that one closes it after one use
+
+
 class Asynchronous(Distributed):
-    """`dcp.async_save` with a stager that is kept, so that its memory is made once. It stages in a thread, and the
-    optimizer waits for that; memory is pinned where there is a GPU, and shared where a process is to write it."""
+    """`dcp.async_save` with a stager that is kept where it can be, so that its memory is made once. It stages in a
+    thread, and the optimizer waits for that; memory is pinned where there is a GPU, and shared where a process is to
+    write it."""
 
     def __init__(self, training: Training, folder: Path, process: bool) -> None:
         super().__init__(training, folder)
@@ -98,15 +102,16 @@ class Asynchronous(Distributed):
         self._kind = kinds.PROCESS if process else kinds.THREAD
         self.name = f"dcp.async_save, {self._kind.value}"
         gpu = training.device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=gpu, use_shared_memory=process, use_async_staging=True, use_non_blocking_copy=gpu
-            )
+        self._options = StagingOptions(
+            use_pinned_memory=gpu, use_shared_memory=process, use_async_staging=True, use_non_blocking_copy=gpu
         )
+        self._stager = DefaultStager(self._options)
         self._staged: Any = None
         self._written: Any = None
 
     def begin(self, step: int) -> None:
+        if not _KEEPS_STAGER:
+            self._stager = DefaultStager(self._options)
         answer: Any = dcp.async_save(
             self._training.state_dict(),
             storage_writer=self._writer(),

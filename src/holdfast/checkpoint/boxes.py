@@ -49,7 +49,7 @@ def _region(piece: Piece, offsets: tuple[int, ...], lengths: tuple[int, ...], in
 
 def regions(tensor: torch.Tensor, pieces: Sequence[Piece]) -> list[Region] | None:
     """None if the pieces leave a part of it out."""
-    if not is_sharded(tensor) and len(pieces) == 1 and pieces[0].sizes == tuple(tensor.shape):
+    if len(pieces) == 1 and pieces[0].sizes == tensor.shape and not is_sharded(tensor):
         piece = pieces[0]
         span = piece.at, piece.at + piece.size_bytes
         return [Region(piece, (0,) * len(piece.sizes), piece.sizes, tensor, span)] if tensor.numel() else []

@@ -75,7 +75,7 @@ def _clear_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-_ONE_BY_ONE = ("complex32",)  # there is no kernel that copies many
+_one_by_one: set[str] = set()  # types for which torch has no kernel that copies many
 
 
 class Gathered:
@@ -96,11 +96,14 @@ class Gathered:
     def gather(self, sources: Sequence[torch.Tensor]) -> None:
         for dtype, (indexes, views) in self._groups.items():
             found = [sources[index] for index in indexes]
-            if dtype in _ONE_BY_ONE:
+            if dtype not in _one_by_one:
+                try:
+                    torch._foreach_copy_(views, found)
+                except NotImplementedError:
+                    _one_by_one.add(dtype)
+            if dtype in _one_by_one:
                 for view, source in zip(views, found, strict=True):
                     view.copy_(source)
-            else:
-                torch._foreach_copy_(views, found)
 
     def send(self) -> None:
         self._host.copy_(self._staging, non_blocking=True)

@@ -67,17 +67,18 @@ def _optimizer(placing: Placing, name: str, optimizer: torch.optim.Optimizer, no
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     made: dict[str, torch.Tensor] = {}
     for key in tree.tensor_keys(node):
-        tensor, parameter = present.get(key), _parameter_of(tree.parts(key), parameters)
-        described = _described(key, source)
+        tensor, described = present.get(key), _described(key, source)
+        if tensor is not None and (tensor.dtype, tensor.shape) == described:
+            made[key] = placing.targets[key] = tensor
+            continue
+        parameter = _parameter_of(tree.parts(key), parameters)
         if described is None and parameter is not None:
             # No part of it is where this rank can read. It may need none: there may be fewer rows than ranks.
             described = parameter.dtype, tuple(parameter.shape)
         if described is None:
             placing.lacking.append(key)
             continue
-        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != described:
-            tensor = _like(parameter, *described)
-        made[key] = placing.targets[key] = tensor
+        made[key] = placing.targets[key] = _like(parameter, *described)
     placing.finish.append(lambda: _load(name, optimizer, tree.unflatten(node, made)))
 
 
@@ -122,7 +123,7 @@ def _make(placing: Placing, node: Any, source: Source) -> dict[str, torch.Tensor
 
 def _fill(placing: Placing, key: str, tensor: torch.Tensor, source: Source) -> None:
     described = _described(key, source)
-    if described is not None and tuple(tensor.shape) != described[1]:
+    if described is not None and tensor.shape != described[1]:
         raise CheckpointError(f"{key} was saved with shape {described[1]}, and is now of shape {tuple(tensor.shape)}")
     placing.targets[key] = tensor
 

@@ -274,16 +274,14 @@ def _unpack(page: bytes) -> _Header | None:
 
 def _fits(snapshot: Snapshot, header: _Header) -> bool:
     """Whether the index speaks of bytes that are there: who persists a slot did not make it."""
-    return (
-        0 <= snapshot.written <= len(snapshot.pieces)
-        and 0 <= snapshot.written_bytes <= header.data_bytes
-        and all(
-            piece.dtype in ITEM_BYTES
-            and min(piece.sizes, default=0) >= 0
-            and 0 <= piece.at <= header.data_bytes - piece.size_bytes
-            for piece in snapshot.pieces
-        )
-    )
+    if not (0 <= snapshot.written <= len(snapshot.pieces) and 0 <= snapshot.written_bytes <= header.data_bytes):
+        return False
+    for piece in snapshot.pieces:
+        if piece.dtype not in ITEM_BYTES or min(piece.sizes, default=0) < 0:
+            return False
+        if not 0 <= piece.at <= header.data_bytes - piece.size_bytes:
+            return False
+    return True
 
 
 def _page(size: int) -> int:

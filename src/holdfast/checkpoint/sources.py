@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from holdfast.checkpoint.shards import Opened
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.epochs import Loaded
+
+_LARGEST = 32  # regions
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # from, to
 
@@ -54,8 +57,11 @@ class Pieces(Source):
     def __init__(self, pieces: Iterable[tuple[int, Sequence[Piece]]]) -> None:
         self._pieces: dict[str, list[Piece]] = {}
         self._places: dict[str, list[int]] = {}
-        self._found: dict[str, list[Region]] = {}  # for the targets that were last looked at
-        for place, some in pieces:
+        self._looked_at: Mapping[str, torch.Tensor] | None = None
+        self._found: dict[str, list[Region]] = {}  # for those
+        all_pieces = list(pieces)
+        self._only_place = all_pieces[0][0] if len(all_pieces) == 1 else None
+        for place, some in all_pieces:
             for piece in some:
                 self._pieces.setdefault(piece.key, []).append(piece)
                 self._places.setdefault(piece.key, []).append(place)
@@ -65,25 +71,27 @@ class Pieces(Source):
         return (found[0].dtype, found[0].shape) if found else None
 
     def lacks(self, targets: Mapping[str, torch.Tensor]) -> str | None:
-        self._found = {}
+        self._looked_at, self._found = None, {}
         for key, tensor in targets.items():
             regions = boxes.regions(tensor, self._pieces.get(key, []))
             if regions is None:
                 return key
             self._found[key] = regions
+        self._looked_at = targets
         return None
 
     def _by_place(self, targets: Mapping[str, torch.Tensor]) -> dict[int, list[Region]]:
         """Of targets of which nothing was found lacking."""
-        if targets.keys() != self._found.keys() and (key := self.lacks(targets)) is not None:
+        if self._looked_at is not targets and (key := self.lacks(targets)) is not None:
             raise CheckpointError(f"{key}: not all of it was saved where this rank can read it")
         found: dict[int, list[Region]] = {}
+        if self._only_place is not None:
+            return {self._only_place: list(itertools.chain.from_iterable(self._found.values()))}
         for key, regions in self._found.items():
             pieces, places = self._pieces.get(key, []), self._places.get(key, [])
             for region in regions:
-                place = next(place for piece, place in zip(pieces, places, strict=True) if piece is region.piece)
+                place = places[next(at for at, piece in enumerate(pieces) if piece is region.piece)]
                 found.setdefault(place, []).append(region)
-        self._found = {}
         return found
 
 
@@ -112,7 +120,10 @@ class Memory(Pieces):
         for place, regions in self._by_place(targets).items():
             data = self._slots[place][1]
             whole = torch.frombuffer(data, dtype=torch.uint8)
-            self._copy([(region.of(whole[slice(*region.span)]), region.into) for region in regions], data)
+            # The large ones first: while a device copies them there is time to see to thousands of small ones.
+            regions.sort(key=lambda region: region.span[0] - region.span[1])
+            for some in (regions[:_LARGEST], regions[_LARGEST:]):
+                self._copy([(region.of(whole[slice(*region.span)]), region.into) for region in some], data)
 
 
 class Step(Pieces):
