@@ -23,6 +23,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 def measure(
     training: Training, checkpointer: holdfast.Checkpointer, folder: Path, steps: Iterator[int], rounds: int
 ) -> None:
+    rounds += rounds % 2
     size = training.size_bytes
     source = memoryview(bytearray(os.urandom(1 << 20)) * (size >> 20))
     size_of_source, target = len(source), memoryview(bytearray(BLOCK_BYTES))
@@ -60,7 +61,8 @@ def measure(
         cells = [what, milliseconds(taken_s), rate(size, statistics.median(taken_s))]
         if beside is None:
             return [*cells, "", "", ""]
-        share = statistics.median(other / own for other, own in zip(times[beside], taken_s, strict=True))
+        # Each was the first in half of the rounds: what it finds in memory makes a plain read three times faster.
+        share = sum(times[beside]) / sum(taken_s)
         return [*cells, f"{100 * share:.0f} %", "at least 90 %", verdict(share >= 0.9)]
 
     rows = [
@@ -71,7 +73,7 @@ def measure(
         row("restore from disk, cold, verified", "restore", "read"),
         row("restore from memory", "memory", None),
     ]
-    columns = ["what", f"median of {rounds}", "", "of plain, median of pairs", "asked", ""]
+    columns = ["what", f"median of {rounds}", "", "of plain, all rounds", "asked", ""]
     print(table(columns, rows), "\n", flush=True)
 
 

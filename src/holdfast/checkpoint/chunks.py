@@ -15,8 +15,9 @@ from holdfast.checkpoint.errors import Damaged
 from holdfast.checkpoint.format import CHUNK_BYTES, hash_chunk
 from holdfast.checkpoint.storage import Storage
 
-MAX_CHUNK_BYTES = 64 * 1024 * 1024  # of what was written elsewhere; four of these are held at once
-READERS = 3
+MAX_CHUNK_BYTES = 64 * 1024 * 1024  # of what was written elsewhere; a few of these are held at once
+CHECKERS = 1
+AHEAD = 4  # chunks that are read, and not used yet
 
 
 class Hashed(msgspec.Struct, frozen=True):
@@ -122,19 +123,21 @@ def _touched(file: Hashed, wanted: Sequence[tuple[int, int]] | None) -> Iterator
 def _fetched(
     storage: Storage, file: Hashed, numbers: Iterable[int], once: bool
 ) -> Iterator[tuple[int, memoryview, str]]:
-    """Read ahead, and checked, by threads: one waits for the disk while another hashes. Buffers are reused."""
+    """Read ahead by threads, and checked by others: the disk never waits for a hash. Buffers are reused."""
     coming = iter(numbers)
     size = min(file.chunk_bytes, file.size_bytes)
-    pool = ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-read")
+    reading = ThreadPoolExecutor(storage.readers, thread_name_prefix="holdfast-read")
+    checking = ThreadPoolExecutor(CHECKERS, thread_name_prefix="holdfast-check")
     pending: deque[Future[tuple[int, memoryview, str]]] = deque()
 
     def start(buffer: memoryview) -> None:
         number = next(coming, None)
         if number is not None:
-            pending.append(pool.submit(_fetch, storage, file, number, buffer, once))
+            read = reading.submit(_read, storage, file, number, buffer, once)
+            pending.append(checking.submit(_check, file, number, read))
 
     try:
-        for _ in range(READERS):
+        for _ in range(storage.readers + AHEAD):
             start(direct.buffer(size))
         spare = direct.buffer(size)  # for the one that is in use outside
         while pending:
@@ -145,21 +148,27 @@ def _fetched(
     finally:
         for future in pending:
             future.cancel()
-        pool.shutdown(wait=True)
+        reading.shutdown(wait=True, cancel_futures=True)
+        checking.shutdown(wait=True, cancel_futures=True)
 
 
-def _fetch(storage: Storage, file: Hashed, number: int, buffer: memoryview, once: bool) -> tuple[int, memoryview, str]:
+def _read(storage: Storage, file: Hashed, number: int, buffer: memoryview, once: bool) -> tuple[memoryview, str]:
     at = number * file.chunk_bytes
     view = buffer[: min(file.chunk_bytes, file.size_bytes - at)]
     try:
         got = storage.read(file.name, at, view, once)
     except FileNotFoundError:
-        return at, view, f"{file.name} is missing"
-    if got != len(view):
-        return at, view, f"{file.name}: it ends after {at + got} bytes, {file.size_bytes} were written"
-    if hash_chunk(view) != file.hashes[number]:
-        return at, view, f"{file.name}: bytes {at} to {at + len(view)} are not what was written"
-    return at, view, ""
+        return view, f"{file.name} is missing"
+    short = f"{file.name}: it ends after {at + got} bytes, {file.size_bytes} were written"
+    return view, short if got != len(view) else ""
+
+
+def _check(file: Hashed, number: int, read: Future[tuple[memoryview, str]]) -> tuple[int, memoryview, str]:
+    at = number * file.chunk_bytes
+    view, wrong = read.result()
+    if not wrong and hash_chunk(view) != file.hashes[number]:
+        wrong = f"{file.name}: bytes {at} to {at + len(view)} are not what was written"
+    return at, view, wrong
 
 
 def _whole(chunk: memoryview) -> memoryview:

@@ -14,6 +14,7 @@ from holdfast.checkpoint import direct, faultpoints
 
 # Large enough that the calls cost nothing, small enough that the disk starts early and the last fsync has little left.
 WRITE_BYTES = 8 * 1024 * 1024
+READ_BYTES = 2 * 1024 * 1024  # past the page cache; more at a time were slower
 
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -67,7 +68,7 @@ def _read_direct(fd: int, at: int, view: memoryview) -> int:
     done = 0
     try:
         # Where the file ends within a block, what there is comes, and is no multiple of one.
-        while done < size and done % direct.BLOCK_BYTES == 0 and (count := os.preadv(fd, [view[done:size]], at + done)):
+        while done < size and done % direct.BLOCK_BYTES == 0 and (count := os.preadv(fd, [view[done : min(size, done + READ_BYTES)]], at + done)):
             done += count
     except OSError as failure:
         if not direct.is_refused(failure):

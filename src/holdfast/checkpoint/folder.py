@@ -38,6 +38,8 @@ class Folder:
     """Every name is looked up part by part from the root, and no symbolic link below it is ever followed: what lies in
     a checkpoint directory may have been put there by anybody. The root itself may be a link; people mount like that."""
 
+    readers = 1  # several would make of one stream what looks like random access to a disk, or to who serves it
+
     def __init__(self, path: str) -> None:
         if not path or "\0" in path:
             raise CheckpointError(f"{path!r} is not a directory's name")

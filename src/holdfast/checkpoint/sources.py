@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -160,10 +161,11 @@ class Step(Pieces):
             for region in regions[coming:upto]:
                 pending.append((region.span, region, _buffer(region)))
             coming = upto
-            content = torch.frombuffer(chunk, dtype=torch.uint8)
+            content = torch.frombuffer(chunk, dtype=torch.uint8).data_ptr()
             for (first, last), _, buffer in pending:
                 low, high = max(first, at), min(last, end)
-                buffer[low - first : high - first].copy_(content[low - at : high - at])
+                # Not `copy_`: the threads that it leaves spinning would keep those that read from their work.
+                ctypes.memmove(buffer.data_ptr() + low - first, content + low - at, high - low)
             for (_, last), region, buffer in pending:
                 if last <= end and not region.direct:
                     region.into.copy_(region.of(buffer))

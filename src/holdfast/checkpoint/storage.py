@@ -21,6 +21,7 @@ class Storage(Protocol):
     none ever replaces what is there. All raise StorageError; FileNotFoundError for a name that is not there."""
 
     url: str  # as a person would write it
+    readers: int  # how many reads at once are faster than one
 
     def names(self, folder: str = "") -> list[str]:
         """What is directly below a folder: files as they are, folders with a `/` at their end. [] if there is none."""
