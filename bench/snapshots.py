@@ -186,8 +186,8 @@ def _forward_backward_s(training: Training) -> float:
 def growth(folder: Path, snapshots: int) -> None:
     """A snapshot every step, and every hundredth written to disk. The optimizer has one thread: it is not the point.
 
-    A machine's speed drifts by more than what is looked for. So in the end the old one takes turns with a new one, which
-    has taken few: what the old one takes longer has grown."""
+    A machine's speed drifts by more than what is looked for. So in the end the old one takes turns with a new one,
+    which has taken few: what the old one takes longer has grown."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     training = Training(SMALL)

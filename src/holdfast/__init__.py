@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.accumulation import GradientAccumulation
     from holdfast.checkpoint.checkpointer import Checkpointer
     from holdfast.checkpoint.errors import CheckpointError
-    from holdfast.worker.run import HealthCheckFailed, Run, init
+    from holdfast.training.health import HealthCheckFailed
+    from holdfast.training.run import Run, init
 
 __all__ = [
     "CheckpointError",
@@ -31,9 +32,9 @@ _HOMES = {
     "GradientAccumulation": "holdfast.checkpoint.accumulation",
     "launch": "holdfast.agent.launch",
     "JobFailed": "holdfast.agent.launch",
-    "HealthCheckFailed": "holdfast.worker.run",
-    "Run": "holdfast.worker.run",
-    "init": "holdfast.worker.run",
+    "HealthCheckFailed": "holdfast.training.health",
+    "Run": "holdfast.training.run",
+    "init": "holdfast.training.run",
 }
 
 

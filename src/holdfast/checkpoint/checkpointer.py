@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
 from typing import Any, ClassVar, NoReturn
 
@@ -33,6 +33,8 @@ from holdfast.worker import place
 from holdfast.worker.beacon import DRAINS, PHASE, Phase
 
 log = logging.getLogger("holdfast")
+
+Metrics = dict[str, float] | Callable[[], dict[str, float]]
 
 EXIT_S = 600.0
 HAND_OVER_S = 5.0
@@ -99,6 +101,7 @@ class Checkpointer:
         self._started = 0  # steps since this process began
         self._step_at_s: float | None = None
         self._saved_at_s = time.monotonic()
+        self._stops_when: Callable[[], bool] | None = None
         self._pid = os.getpid()
         here = place.current()
         self._beacon = here.beacon if here is not None else None
@@ -133,8 +136,10 @@ class Checkpointer:
             _say(f"goes on from step {restored.step}{epoch} ({restored.name})")
         return restored
 
-    def step(self, step: int, *, metrics: dict[str, float] | None = None) -> None:
-        """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits."""
+    def step(self, step: int, *, epoch: int | None = None, metrics: Metrics | None = None) -> None:
+        """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits.
+        `epoch`: with this step an epoch has ended, and is saved. Metrics may be a function, which is asked when they
+        are needed."""
         self._check_open()
         step = settings.count("step", step)
         now_s = time.monotonic()
@@ -143,26 +148,30 @@ class Checkpointer:
         self._step_at_s = now_s
         self._started += 1
         self._look_ahead(now_s)
-        saves = self._every_steps is not None and step % self._every_steps == 0
+        saves = epoch is not None or (self._every_steps is not None and step % self._every_steps == 0)
         assert self._appointments is not None
         for due in self._appointments.at(step):
             if due == "stop":
-                self._stop(step, metrics)
+                self._stop(step, epoch, metrics)
             elif due == "save":
                 saves = True
             else:
                 self._set_pace(int(due))
         if saves:
-            self.save(step, metrics=metrics)
+            self._save(step, epoch, metrics, sure=epoch is not None)  # of steps some may be skipped, of epochs none is
         elif self._is_snapshot_due(step):
             self._take(Moment(step, None, settings.metrics(metrics), self._own_term(), self._generation))
+
+    def stops_when(self, asked: Callable[[], bool]) -> None:
+        """Ask this at every step whether all ranks are to save and end; one rank that is asked to is enough."""
+        self._stops_when = asked
 
     def save(
         self,
         step: int,
         *,
         epoch: int | None = None,
-        metrics: dict[str, float] | None = None,
+        metrics: Metrics | None = None,
         blocking: bool = False,
     ) -> bool:
         """Save the state as it is now: after a step, or, with `epoch`, at an epoch's end as `checkpoint_epoch_N.pt`.
@@ -170,12 +179,19 @@ class Checkpointer:
         self._check_open()
         step = settings.count("step", step)
         epoch = settings.count("epoch", epoch) if epoch is not None else None
+        saves = self._save(step, epoch, metrics, sure=blocking)
+        if blocking:
+            self.wait()
+        return saves
+
+    def _save(self, step: int, epoch: int | None, metrics: Metrics | None, sure: bool) -> bool:
+        """`sure`: if the ones before are still being written, they are waited for."""
         file = epoch_file(epoch) if epoch is not None else ""
         moment = Moment(step, epoch, settings.metrics(metrics), self._own_term(), self._generation, file)
-        if blocking:
+        if sure and self._parcels:
             self._finish()
         self._hear()
-        taken = self._take(moment)
+        taken = self._take(moment, sure)
         if taken is None:
             self._courier.decline()
             if self._together.rank == 0:
@@ -183,8 +199,6 @@ class Checkpointer:
             return False
         self._saved_at_s = time.monotonic()
         self._parcels.append(self._courier.send(taken[0], step, taken[1]))
-        if blocking:
-            self.wait()
         return True
 
     def wait(self) -> int | None:
@@ -232,8 +246,8 @@ class Checkpointer:
             return self._started % 2 == 0 and self._started <= 2 * FIRST
         return self._memory_every > 0 and step % self._memory_every == 0
 
-    def _take(self, moment: Moment) -> tuple[int, Future[None]] | None:
-        return self._snapshots.take(self.state, moment, self._courier.slots)
+    def _take(self, moment: Moment, sure: bool = False) -> tuple[int, Future[None]] | None:
+        return self._snapshots.take(self.state, moment, self._courier.slots, sure)
 
     def _before_step(self, *_: Any) -> None:
         if os.getpid() == self._pid:
@@ -247,7 +261,7 @@ class Checkpointer:
                 self._beacon.drains()
         if (cost_s := self._snapshots.cost()) is not None:
             self._pace.snapshot(cost_s)
-        if self._beacon is not None and self._beacon.drain_requested:
+        if (self._beacon is not None and self._beacon.drain_requested) or (self._stops_when and self._stops_when()):
             self._appointments.ask("stop")
         if self._together.rank == 0:
             if self._chooses_pace and (every := self._pace.choose(self._memory_every)) is not None:
@@ -310,10 +324,10 @@ class Checkpointer:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _stop(self, step: int, metrics: dict[str, float] | None) -> NoReturn:
+    def _stop(self, step: int, epoch: int | None, metrics: Metrics | None) -> NoReturn:
         """All ranks are here, after the same step."""
         try:
-            self.save(step, metrics=metrics, blocking=True)
+            self.save(step, epoch=epoch, metrics=metrics, blocking=True)
         except CheckpointError as failure:
             _say(f"stops after step {step} without a save: {failure}")
             raise SystemExit(1) from None

@@ -17,7 +17,7 @@ from holdfast.checkpoint.storage import Storage
 
 MAX_CHUNK_BYTES = 64 * 1024 * 1024  # of what was written elsewhere; a few of these are held at once
 CHECKERS = 1
-AHEAD = 4  # chunks that are read, and not used yet
+AHEAD = 1  # chunk that is read, and not used yet; memory that is touched first is slow
 
 
 class Hashed(msgspec.Struct, frozen=True):

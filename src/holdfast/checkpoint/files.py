@@ -14,7 +14,7 @@ from holdfast.checkpoint import direct, faultpoints
 
 # Large enough that the calls cost nothing, small enough that the disk starts early and the last fsync has little left.
 WRITE_BYTES = 8 * 1024 * 1024
-READ_BYTES = 2 * 1024 * 1024  # past the page cache; more at a time were slower
+READ_BYTES = 8 * 1024 * 1024  # past the page cache, at a time
 
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -67,9 +67,11 @@ def _read_direct(fd: int, at: int, view: memoryview) -> int:
         return 0
     done = 0
     try:
-        # Where the file ends within a block, what there is comes, and is no multiple of one.
-        while done < size and done % direct.BLOCK_BYTES == 0 and (count := os.preadv(fd, [view[done : min(size, done + READ_BYTES)]], at + done)):
+        while done < size:
+            count = os.preadv(fd, [view[done : min(size, done + READ_BYTES)]], at + done)
             done += count
+            if count == 0 or count % direct.BLOCK_BYTES:
+                break  # where the file ends
     except OSError as failure:
         if not direct.is_refused(failure):
             raise

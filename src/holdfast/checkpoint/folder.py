@@ -38,7 +38,7 @@ class Folder:
     """Every name is looked up part by part from the root, and no symbolic link below it is ever followed: what lies in
     a checkpoint directory may have been put there by anybody. The root itself may be a link; people mount like that."""
 
-    readers = 1  # several would make of one stream what looks like random access to a disk, or to who serves it
+    readers = 2  # one waits for the disk while the other's bytes are on their way
 
     def __init__(self, path: str) -> None:
         if not path or "\0" in path:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import uuid
+from collections.abc import Callable
 
 from holdfast.checkpoint import sealed
 from holdfast.checkpoint.format import Policy
@@ -60,7 +61,8 @@ def minutes(name: str, value: float | None) -> float | None:
     return 60.0 * float(value)
 
 
-def metrics(given: dict[str, float] | None) -> dict[str, float]:
+def metrics(given: dict[str, float] | Callable[[], dict[str, float]] | None) -> dict[str, float]:
+    given = given() if callable(given) else given
     return sealed.finite({str(name): float(value) for name, value in (given or {}).items()})
 
 

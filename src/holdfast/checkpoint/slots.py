@@ -83,10 +83,10 @@ class Slot:
 
     # -- the lock ------------------------------------------------------------------------------------------------------
 
-    def lock(self) -> bool:
-        """False if another process has it."""
+    def lock(self, wait: bool = False) -> bool:
+        """False if another process has it; `wait` until that lets it go."""
         try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as failure:
             if failure.errno in (errno.EAGAIN, errno.EACCES):
                 return False

@@ -65,15 +65,18 @@ class Snapshots:
         self._cost_s = 0.0  # of the last one, so far
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def take(self, state: Mapping[str, Any], moment: Moment, used: Collection[int]) -> tuple[int, Future[None]] | None:
-        """Begin to copy the state; which slot it goes to, and when it is there. None if neither slot is free."""
+    def take(
+        self, state: Mapping[str, Any], moment: Moment, used: Collection[int], sure: bool = False
+    ) -> tuple[int, Future[None]] | None:
+        """Begin to copy the state; which slot it goes to, and when it is there. None if neither slot is free; `sure`:
+        then wait until the writer has let go of one."""
         began_s = time.monotonic()
         self.wait()
         # A rank without a free slot does this too: others may have one, and what they ask here they ask all ranks.
         found = contents.collect(state, self._seen)
         plan = self._planner.plan(found.tensors, found.volatile)
         self._check_alike(plan.digest)
-        index = self._free(used)
+        index = self._free(used, sure)
         if index is None:
             return None
         slot = self._slots[index]
@@ -108,13 +111,14 @@ class Snapshots:
             )
         self._agreed = digest
 
-    def _free(self, used: Collection[int]) -> int | None:
+    def _free(self, used: Collection[int], sure: bool) -> int | None:
         """The one that is not the newest, if it may be. A slot is locked by whoever fills or writes it."""
         other = self._own[0] if self._newest == self._own[1] else self._own[1]
-        for index in (other, self._newest):
-            if index not in used and self._slots[index].lock():
+        unused = [index for index in (other, self._newest) if index not in used]
+        for index in unused:
+            if self._slots[index].lock():
                 return index
-        return None
+        return next((index for index in unused if self._slots[index].lock(wait=True)), None) if sure else None
 
     def _copied(self, slot: Slot, copying: Future[None], failure: BaseException | None) -> None:
         if failure is None:

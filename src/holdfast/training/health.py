@@ -1,16 +1,13 @@
-"""`holdfast.init()`: the run that this process is a rank of."""
+"""A barrier that says who is missing."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from datetime import timedelta
 from typing import Any
 
-from holdfast.worker import place
-
-# All ranks call as often, so the same number is the same check everywhere, whichever `Run` was asked.
+# All ranks call as often, so the same number is the same check everywhere, whoever asks.
 _checks = itertools.count()
 
 
@@ -22,35 +19,23 @@ class HealthCheckFailed(RuntimeError):
         self.missing = missing
 
 
-class Run:
-    """One life of a rank. The same under torchrun, and in a process alone."""
+def check(timeout_s: float, world_size: int) -> None:
+    """Wait until every rank has come here too. Every rank must call it.
 
-    def __init__(self) -> None:
-        here = place.current()
-        self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.generation = (
-            here.generation if here is not None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        )
+    It goes through the store and not through a collective: it works with any backend, it cannot be stuck behind
+    one, and it can say who is missing. Raises HealthCheckFailed, on all ranks that come.
+    """
+    if isinstance(timeout_s, bool) or not 0 < timeout_s < 1e6:
+        raise ValueError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is meant")
+    import torch.distributed as dist
 
-    def health_check(self, timeout_s: float = 10.0) -> None:
-        """Wait until every rank has come here too. Every rank must call it.
+    if not dist.is_available() or not dist.is_initialized():
+        if world_size > 1:
+            raise RuntimeError("health_check() needs the process group; call init_process_group() first")
+        return
+    from torch.distributed.distributed_c10d import _get_default_store
 
-        It goes through the store and not through a collective: it works with any backend, it cannot be stuck behind
-        one, and it can say who is missing. Raises HealthCheckFailed, on all ranks that come.
-        """
-        if isinstance(timeout_s, bool) or not 0 < timeout_s < 1e6:
-            raise ValueError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is meant")
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_initialized():
-            if self.world_size > 1:
-                raise RuntimeError("health_check() needs the process group; call init_process_group() first")
-            return
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        check = _Check(_get_default_store(), next(_checks), dist.get_rank(), dist.get_world_size())
-        check.run(timeout_s)
+    _Check(_get_default_store(), next(_checks), dist.get_rank(), dist.get_world_size()).run(timeout_s)
 
 
 class _Check:
@@ -105,7 +90,3 @@ class _Check:
 def _ranks(ranks: tuple[int, ...]) -> str:
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def init() -> Run:
-    return Run()

@@ -1,0 +1,117 @@
+"""`run.batches`: global batches of a dataset, this rank's part of each, from the exact sample where training was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from holdfast.data.order import Order
+from holdfast.data.sampler import ElasticSampler
+from holdfast.exact import keyed
+from holdfast.training.units import Cut, Unit
+
+_AT_ONCE = (
+    1024  # indices are found for so many samples at once: one batch after the other would cost four times as much
+)
+
+
+class Batches:
+    """One pass over what is left of the epochs. The data's position moves when a step is done, not when it is read."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: ElasticSampler,
+        cut: Cut,
+        epochs: int,
+        begin: Callable[[Unit, int], None],
+        keys: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.sampler = sampler
+        self.cut = cut
+        self.epochs = epochs
+        self.served = False  # all of this rank's units of a step that is not done yet
+        self.unit: Unit | None = None  # that was given out last
+        self._begin = begin
+        self._epoch, self._position = sampler.epoch, sampler.position
+        self._size = sampler.order.size
+        if keys:
+            dataset = keyed.KeyedDataset(dataset, sampler.order.seed)
+        self._indices = _Indices(cut, keys)
+        options = {"persistent_workers": bool(options.get("num_workers")), **options}
+        # A generator of its own: torch's global one is the training's, and is to give the same numbers after a restart.
+        self._generator = torch.Generator()
+        self._loader = DataLoader(dataset, batch_sampler=self._indices, generator=self._generator, **options)
+
+    def __len__(self) -> int:
+        """Steps that are left."""
+        whole = -(-self._size // self.cut.batch_size)
+        rest = -(-(self._size - self.sampler.position) // self.cut.batch_size)
+        return max(0, rest + whole * (self.epochs - self.sampler.epoch - 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._epoch < self.epochs:
+            order = Order(self._size, self.sampler.order.seed, self._epoch, self.sampler.order.shuffle)
+            self._indices.point(order, self._position)
+            self._generator.manual_seed(keyed.seed_of(order.seed, self._epoch, "workers"))
+            coming = iter(self._loader)
+            while self._position < self._size:
+                end = min(self._position + self.cut.batch_size, self._size)
+                for unit in self.cut.units(self._position, end):
+                    batch = next(coming)
+                    self.unit, self.served = unit, unit.is_last
+                    self._begin(unit, end - self._position)
+                    yield batch
+                self._position = end
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def commit(self) -> bool:
+        """The step is done. Whether the epoch is, too."""
+        before = self.sampler.epoch
+        self.sampler.commit()
+        self.served = False
+        return self.sampler.epoch > before
+
+
+class _Indices(Sampler[list[Any]]):
+    """Which samples make up each unit, for a loader that reads ahead."""
+
+    def __init__(self, cut: Cut, keys: bool) -> None:
+        super().__init__()
+        self._cut = cut
+        self._keys = keys  # each index with its epoch, by which its randomness is keyed
+        self._order: Order | None = None
+        self._position = 0
+
+    def point(self, order: Order, position: int) -> None:
+        self._order, self._position = order, position
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        assert self._order is not None
+        order, size = self._order, self._cut.batch_size
+        waiting: list[Unit] = []
+        found = 0
+        for begin in range(self._position, order.size, size):
+            units = self._cut.units(begin, min(begin + size, order.size))
+            waiting += units
+            found += sum(unit.end - unit.begin for unit in units)
+            if found >= _AT_ONCE:
+                yield from self._lists(order, waiting)
+                waiting, found = [], 0
+        yield from self._lists(order, waiting)
+
+    def _lists(self, order: Order, units: list[Unit]) -> Iterator[list[Any]]:
+        if not units:
+            return
+        positions = torch.cat([torch.arange(unit.begin, unit.end) for unit in units])
+        indices: list[Any] = order.pick(positions).tolist()
+        if self._keys:
+            indices = [(order.epoch, index) for index in indices]
+        at = 0
+        for unit in units:
+            yield indices[at : at + unit.end - unit.begin]
+            at += unit.end - unit.begin

@@ -1,0 +1,125 @@
+"""Gradients of a global batch that do not depend on how it is split over ranks.
+
+A script computes the mean loss of what it was given, and calls `backward()`. What the model gave it is hooked, so that
+the gradient that comes back is weighted by how much of the global batch that was; where a step has several units, what
+one has left in `.grad` is put away when its backward ends, and the optimizer finds nothing to step with before the
+last. No line of the script changes for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from holdfast.exact.step import ExactStep
+from holdfast.training.units import Unit
+
+
+class Sums(Protocol):
+    """What becomes of the gradients of a step's units."""
+
+    def begin(self, unit: Unit) -> None:
+        """Before the forward of a unit."""
+
+    def take(self, unit: Unit) -> None:
+        """After its backward. After the last one the gradients are those of the whole step."""
+
+
+class Weights:
+    """The weight of the unit that is being computed, for all modules of a training."""
+
+    def __init__(self, modules: Iterable[nn.Module], sums: Sums | None) -> None:
+        self._sums = sums
+        self._unit: Unit | None = None
+        self._taken = self._queued = False
+        self._hooks = [module.register_forward_hook(self._after_forward) for module in modules]
+
+    def begin(self, unit: Unit) -> None:
+        """From here on forward and backward are this unit's."""
+        if self._sums is not None:
+            self._sums.begin(unit)
+        self._unit, self._taken = unit, False
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        unit = self._unit
+        if unit is None or not torch.is_grad_enabled() or (unit.weight == 1.0 and self._sums is None):
+            return
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._weigh)  # type: ignore[no-untyped-call]
+
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """As its backward begins."""
+        assert self._unit is not None
+        if self._sums is not None and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        return gradient * self._unit.weight if self._unit.weight != 1.0 else None
+
+    def _after_backward(self) -> None:
+        self._queued = False
+        assert self._unit is not None and self._sums is not None
+        if self._taken:
+            raise RuntimeError(
+                "backward() was called twice for one batch; where a step has several (exact=True, micro_batch_size), "
+                "add the losses up and call it once"
+            )
+        self._taken = True
+        self._sums.take(self._unit)
+
+
+class Accumulated:
+    """Gradients that are summed in place, unit by unit, and reduced over the ranks with the last one."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        self._away: list[torch.Tensor | None] | None = None
+
+    def begin(self, unit: Unit) -> None:
+        if self._away is not None:
+            for parameter, gradient in zip(self._parameters, self._away, strict=True):
+                parameter.grad = gradient
+            self._away = None
+        for module in self._modules:
+            for reduced in _reduces(module):
+                reduced(unit.is_last)
+
+    def take(self, unit: Unit) -> None:
+        if not unit.is_last:
+            self._away = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+
+
+class Exact:
+    """Leaves, summed in one fixed tree. Whoever gives out the units says which step they are of, and how many leaves
+    that has on all ranks together."""
+
+    def __init__(self, modules: Iterable[nn.Module], seed: int) -> None:
+        self._leaves = ExactStep(modules, seed)
+        self.step = self.count = 0
+
+    def begin(self, unit: Unit) -> None:
+        self._leaves.begin(self.step, unit.number, self.count)
+
+    def take(self, unit: Unit) -> None:
+        self._leaves.take(unit.number if unit.weight else None, unit.is_last)
+
+
+def _reduces(module: nn.Module) -> list[Callable[[bool], None]]:
+    """How a module is told whether its next backward is to reduce gradients over ranks."""
+    if isinstance(module, DistributedDataParallel):
+        return [lambda now: setattr(module, "require_backward_grad_sync", now)]
+    if callable(told := getattr(module, "set_requires_gradient_sync", None)):  # FSDP2
+        return [told]
+    return []

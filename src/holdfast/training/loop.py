@@ -1,0 +1,267 @@
+"""A training loop from the inside: what is kept, which data comes next, and what is due after a step."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.contents import unwrap
+from holdfast.checkpoint.restore import Restored
+from holdfast.data.sampler import ElasticSampler
+from holdfast.training import health, policy
+from holdfast.training.batches import Batches
+from holdfast.training.gradients import Accumulated, Exact, Weights
+from holdfast.training.progress import Progress
+from holdfast.training.requests import Requests
+from holdfast.training.units import Cut, Unit
+from holdfast.worker import place
+
+if TYPE_CHECKING:
+    from holdfast.training.run import Run
+
+
+class Options(msgspec.Struct, frozen=True):
+    """As given to `holdfast.init`, with its defaults."""
+
+    checkpoints: str | os.PathLike[str] | None = None
+    keep: int = 3
+    keep_best: int = 0
+    keep_every: int = 0
+    metric: str = "loss"
+    mode: str = "min"
+    save_epochs: int = 1
+    save_steps: int | None = None
+    save_minutes: float | None = None
+    memory_every: int | None = None
+    shared: bool = True
+    health_check_steps: int = 10
+    health_check_s: float = 10.0
+    exact: bool = False
+    leaves: int = 8
+
+
+class Loop:
+    """Behind `Run`. One thread's, the training's."""
+
+    def __init__(self, run: Run, options: Options) -> None:
+        self.modules: list[nn.Module] = []
+        self._run = run
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._cursors = Cursors()
+        self._weights: Weights | None = None
+        self._exact: Exact | None = None
+        self._active: list[Batches] = []
+        self._losses: list[tuple[float, Any]] = []  # of the step's units so far
+        self._last: Callable[[], dict[str, float]] = dict
+        self._progress = Progress(run.generation) if run.rank_zero else None
+        self._requests = Requests() if place.current() is None else None
+        self._warned = False
+        if options.exact:
+            # Sums over threads are cut at other places for another number of them.
+            torch.set_num_threads(1)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+
+    def attach(self, state: dict[str, Any]) -> Restored | None:
+        if self._checkpointer is not None:
+            raise RuntimeError("attach() was called before; name all that is to be kept in one call")
+        if taken := {"data", "progress"} & state.keys():
+            raise ValueError(f"{taken.pop()!r} is a name of Holdfast's own; call it something else")
+        options = self._options
+        self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        self._state = {**state, "data": self._cursors, "progress": self._cursors.progress}
+        self._checkpointer = Checkpointer(
+            options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
+            keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
+            every_minutes=options.save_minutes, memory_every=options.memory_every, shared=options.shared,
+        )  # fmt: skip
+        if self._requests is not None:
+            self._checkpointer.stops_when(lambda: self._requests is not None and self._requests.stop)
+        restored = self._checkpointer.restore()
+        if restored is not None:
+            self._cursors.begin(restored.step, restored.epoch)
+        return restored
+
+    # -- the data -----------------------------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int,
+        seed: int,
+        shuffle: bool,
+        micro_batch_size: int | None,
+        elastic: tuple[bool, str],
+        options: dict[str, Any],
+    ) -> Iterator[Any]:
+        if self._checkpointer is None:
+            raise RuntimeError("call run.attach(model=..., optimizer=...) before run.batches()")
+        run, exact = self._run, self._options.exact
+        per_rank, rule = elastic
+        if rule not in policy.RULES:
+            raise ValueError(f"lr_rule={rule!r}: one of {', '.join(policy.RULES)} is meant")
+        if exact and (per_rank or micro_batch_size is not None):
+            raise ValueError("exact=True cuts each global batch by itself; give batch_size alone")
+        size = batch_size * run.world_size if per_rank else batch_size
+        sampler = ElasticSampler(dataset, size, seed=seed, shuffle=shuffle, rank=run.rank, world_size=run.world_size)
+        self._cursors.adopt(sampler)
+        if per_rank:
+            self._rescale(batch_size, rule)
+        cut = Cut(size, run.rank, run.world_size, micro_batch_size, self._options.leaves if exact else None)
+        self._weigh(exact, micro_batch_size is not None, sampler.order.seed)
+        batches = Batches(dataset, sampler, cut, epochs, self._begin_unit, exact, options)
+        self._active.append(batches)
+        return self._through(batches)
+
+    def _through(self, batches: Batches) -> Iterator[Any]:
+        try:
+            for batch in batches:
+                yield batch
+                if batches.served and not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        "run.step() was not called after a step: nothing is saved, and a restart begins where this "
+                        "run did",
+                        stacklevel=2,
+                    )
+        finally:
+            self._active.remove(batches)
+            if self._progress is not None:
+                self._progress.end()
+
+    def _weigh(self, exact: bool, accumulates: bool, seed: int) -> None:
+        if self._weights is not None:
+            self._weights.close()
+        sums: Exact | Accumulated | None = None
+        if exact:
+            sums = self._exact = Exact(self.modules, seed)
+        elif accumulates:
+            sums = Accumulated(self.modules)
+        self._weights = Weights(self.modules, sums)
+
+    def _begin_unit(self, unit: Unit, samples: int) -> None:
+        assert self._weights is not None
+        if self._exact is not None:
+            self._exact.step = self._cursors.step
+            self._exact.count = next(one for one in self._active if one.unit is unit).cut.leaf_count(samples)
+        self._weights.begin(unit)
+
+    def _rescale(self, per_rank: int, rule: str) -> None:
+        """The learning rate for the world as it is now, if it was set for another."""
+        before, now = self._cursors.world_size, self._run.world_size
+        self._cursors.world_size = now
+        if before in (0, now):
+            return
+        factor = policy.scale(rule, before, now)
+        rates = (0.0, 0.0)
+        for value in map(unwrap, self._state.values()):
+            if isinstance(value, torch.optim.Optimizer):
+                rates = value.param_groups[0]["lr"], value.param_groups[0]["lr"] * factor
+                for group in value.param_groups:
+                    for name in ("lr", "initial_lr"):
+                        if name in group:
+                            group[name] *= factor
+            elif hasattr(value, "base_lrs"):
+                value.base_lrs = [rate * factor for rate in value.base_lrs]
+        self._run.say(policy.told(rule, per_rank, before, now, rates))
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, loss: Any, metrics: dict[str, Any]) -> None:
+        if self._checkpointer is None:
+            raise RuntimeError("call run.attach(model=..., optimizer=...) before run.step()")
+        waiting = [batches for batches in self._active if batches.unit is not None]
+        if loss is not None:
+            weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
+            self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        if any(not batches.served for batches in waiting):
+            return  # of several units of a step this was not the last
+        losses, self._losses = self._losses, []
+        self._last = lambda: _metrics(losses, metrics)
+        self._cursors.step += 1
+        ended, samples, left = None, 0, 0
+        for batches in waiting:
+            if batches.served:
+                samples += min(batches.cut.batch_size, batches.sampler.order.size - batches.sampler.position)
+                if batches.commit():
+                    ended = batches.sampler.epoch
+                left = max(left, len(batches))
+        step, options = self._cursors.step, self._options
+        if self._progress is not None:
+            first = waiting[0] if waiting else None
+            epoch = f"{min(first.sampler.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
+            self._progress.step(step, epoch, lambda: self._last().get("loss"), samples, left)
+        if options.health_check_steps and step % options.health_check_steps == 0 and self._run.world_size > 1:
+            health.check(options.health_check_s, self._run.world_size)
+        saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
+        self._checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
+
+    def close(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+class Cursors:
+    """Where the data of a training stands: a few numbers for each dataset, in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.world_size = 0  # that the learning rate is meant for; 0 where that does not matter
+        self.progress = _Progress(self)
+        self._epoch = 0
+        self._samplers: list[ElasticSampler] = []
+        self._saved: list[Mapping[str, Any]] = []
+
+    def begin(self, step: int, epoch: int | None) -> None:
+        """Where a checkpoint was saved. One that others made says nothing of data, but perhaps how many epochs are
+        done."""
+        self.step = step
+        self._epoch = epoch or 0
+
+    def adopt(self, sampler: ElasticSampler) -> None:
+        """The next one. It goes on from what was saved of it."""
+        if len(self._samplers) < len(self._saved):
+            sampler.load_state_dict(self._saved[len(self._samplers)])
+        elif self._epoch and not self._saved:
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": self._epoch})
+        self._samplers.append(sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        states: list[Mapping[str, Any]] = [sampler.state_dict() for sampler in self._samplers]
+        return {"samplers": states + list(self._saved[len(states) :])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = list(state["samplers"])
+        for sampler, saved in zip(self._samplers, self._saved, strict=False):
+            sampler.load_state_dict(saved)
+
+
+class _Progress:
+    def __init__(self, cursors: Cursors) -> None:
+        self._cursors = cursors
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._cursors.step, "world_size": self._cursors.world_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._cursors.step, self._cursors.world_size = state["step"], state["world_size"]
+
+
+def _metrics(losses: list[tuple[float, Any]], others: dict[str, Any]) -> dict[str, float]:
+    """Numbers, which on a GPU means to wait for the step."""
+    found = {name: float(value) for name, value in others.items()}
+    if losses:
+        whole = sum(weight for weight, _ in losses)
+        means = [(weight / whole if whole else 1 / len(losses), float(loss)) for weight, loss in losses]
+        found["loss"] = sum(weight * loss for weight, loss in means)
+    return found
