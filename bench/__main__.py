@@ -1,6 +1,6 @@
-"""`make bench`: every benchmark of this machine, one after the other. bench/gpu.py needs a GPU and is run by itself."""
+"""`make bench`: every benchmark of this machine, one after the other. Those for a GPU are run by themselves."""
 
-from bench import cluster, hangs, joining, recovery, start
+from bench import cluster, hangs, joining, order, recovery, snapshots, start
 
 recovery.main()
 print()
@@ -11,3 +11,7 @@ print()
 cluster.main()
 print()
 hangs.main()
+print()
+snapshots.main()
+print()
+order.main()

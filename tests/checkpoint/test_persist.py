@@ -181,10 +181,19 @@ _ASIDE = {"damaged_checkpoint_epoch_3.pt"}
 # -- disks that fail --------------------------------------------------------------------------------------------------
 
 
+ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO]
+KINDS = [(1, None), (2, None), (1, 2), (2, 2)]  # of how many ranks, and which epoch
+
+
 @filtered
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("call", ["write", "fsync", "renameat2"])
-@pytest.mark.parametrize(("world_size", "epoch"), [(1, None), (2, None), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("call", "error", "world_size", "epoch"),
+    [  # every call fails with every error, and in every kind of save
+        (call, ERRORS[(at + kind) % len(ERRORS)], *KINDS[kind])
+        for at, call in enumerate(["write", "fsync", "renameat2"])
+        for kind in range(len(KINDS))
+    ],
+)
 def test_a_disk_that_fails_fails_that_save_alone(
     folder: Folder, call: str, error: int, world_size: int, epoch: int | None
 ) -> None:

@@ -198,6 +198,13 @@ class Cluster:
                 assert text in self.err(i), f"node {i} did not say {text!r}\n{self._state()}"
             time.sleep(0.02)
 
+    def wait_ready(self, i: int, timeout_s: float = WAIT_S) -> None:
+        """Wait until a node could start its ranks: their processes are forked ahead as soon as torch is there."""
+        until = time.monotonic() + timeout_s
+        while "holdfast parked" not in self.processes(i).values():
+            assert time.monotonic() < until, f"node {i} has no process for a rank\n{self._state()}"
+            time.sleep(0.05)
+
     def pass_over(self) -> None:
         """Forget the news so far: what is waited for next must happen from now on."""
         self.news.pass_over()

@@ -34,6 +34,7 @@ class Job:
         host: int = 0,
         places: dict[int, int] | None = None,
         script: Path = TRAINS_ELASTIC,
+        args: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
     ) -> None:
         self.cluster = cluster
@@ -47,7 +48,7 @@ class Job:
         self.flags = (f"--nnodes={nnodes}", f"--max-restarts={max_restarts}", *flags)
         self._conf = conf
         self._host = host
-        self.script = script
+        self.script, self.args = script, args
         self._hold = cluster.folder / f"hold-{run_id}"
         self._hold.touch()
         self.env = {"STATE": str(cluster.folder / f"step-{run_id}"), "HOLD": str(self._hold), "STEPS": "1"}
@@ -60,7 +61,8 @@ class Job:
             place = i if self.places is None else self.places.get(i)
             ours = {"GROUP_RANK": str(place)} if place is not None else {}
             every = (*self.meeting, *self.flags, *self._own_flags(i), *flags)
-            self.cluster.start(i, *every, env=self.env | ours | (env or {}), nproc=nproc, script=self.script)
+            env_of_node = self.env | ours | (env or {})
+            self.cluster.start(i, *every, env=env_of_node, nproc=nproc, script=self.script, args=self.args)
 
     def _own_flags(self, i: int) -> tuple[str, ...]:
         if self.cluster.net is not None:

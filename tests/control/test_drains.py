@@ -80,6 +80,24 @@ def test_after_a_planned_stop_the_node_is_there_for_the_next_world() -> None:
     assert not the(story.hears(protocol.Stop(1, "node b is gone")), Signal).drain
 
 
+def test_a_node_that_is_told_after_its_ranks_have_ended_in_order_ends_well() -> None:
+    """A scheduler tells one node after the other, and the first one's leaving ends the ranks of all."""
+    story = running()
+    story.hears(protocol.Stop(0, "node b leaves", drain=True))
+    drains(story, 0)
+    drains(story, 1)
+    assert story.hears(StopRequested(signal.SIGTERM))[-1] == Finish(Kind.PREEMPTED, IN_ORDER, drained=True)
+
+
+@pytest.mark.parametrize("how", [-signal.SIGTERM, 0])
+def test_but_not_if_one_of_them_did_not(how: int) -> None:
+    story = running()
+    story.hears(protocol.Stop(0, "node b leaves", drain=True))
+    drains(story, 0)
+    story.ends(1, how)
+    assert story.hears(StopRequested(signal.SIGTERM))[-1] == Finish(Kind.PREEMPTED, "stopped by SIGTERM")
+
+
 def test_a_rank_that_fails_while_all_are_to_end_gives_it_up() -> None:
     story = running()
     story.hears(StopRequested(signal.SIGTERM))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import shutil
@@ -65,6 +66,13 @@ FLAGS_OF_OTHERS = {
     "--force": "holdfast checkpoint rm",
     "--metric": "holdfast checkpoint",
     "--mode": "holdfast checkpoint",
+    "--requeue": "sbatch",
+    "--epochs": "train_pytorch_fsdp_elastic.py",
+    "--checkpoint-dir": "train_pytorch_fsdp_elastic.py",
+    "--save-every-steps": "train_pytorch_fsdp_elastic.py",
+    "--save-every-minutes": "train_pytorch_fsdp_elastic.py",
+    "--health-check-every": "train_pytorch_fsdp_elastic.py",
+    "--health-check-timeout": "train_pytorch_fsdp_elastic.py",
 }
 
 # What an example only shows: it sets up a checkout or an environment, which tests cannot do in theirs.
@@ -73,6 +81,8 @@ MAKE = re.compile(r"(?m)(?:^|&&|;)\s*make\b([^&;|#\n]*)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|^\[[^\]]+\]:\s*(\S+)", re.M)
 # Ports at which the examples' nodes meet. Tests take free ones, so that they run beside each other.
 PORT = re.compile(r"\b29[45]00\b")
+# A campaign is shown at a size that finds something. Here it only has to run; tests/simulate has the many seeds.
+SEEDS = re.compile(r"--seeds \d+")
 FLAG = re.compile(r"(?<![\w#-])--[a-z][\w-]*")
 
 
@@ -149,7 +159,7 @@ def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     folder, temporary = tmp_path / "here", tmp_path / "tmp"
     folder.mkdir()
     temporary.mkdir()
-    text = PORT.sub(str(free_port()), block.text)
+    text = SEEDS.sub("--seeds 10", PORT.sub(str(free_port()), block.text))
     shutil.copy(TRAIN, folder)
     (folder / "examples").symlink_to(ROOT / "examples")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
@@ -219,6 +229,15 @@ def test_flags_exist(document: Path) -> None:
     assert unknown == set(), "no flag of `holdfast run`; another program's belongs in FLAGS_OF_OTHERS"
 
 
+def test_getting_started_shows_the_scripts_as_they_are() -> None:
+    shown = {block.info: block.text for block in BLOCKS if block.document.name == "getting-started.md"}
+    assert shown["py"] == (ROOT / "examples" / "ddp_plain.py").read_text()
+    names = ("ddp_plain.py", "ddp_minimal.py")
+    plain, minimal = ((ROOT / "examples" / name).read_text().splitlines(keepends=True) for name in names)
+    diff = [line.rstrip() for line in difflib.unified_diff(plain, minimal, *names)]
+    assert [line.rstrip() for line in shown["diff"].splitlines()] == diff
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
@@ -226,5 +245,5 @@ def test_the_readme_is_short() -> None:
 def test_examples_are_found() -> None:
     """Should the finder go blind, nothing would fail."""
     assert {block.language for block in EXAMPLES} == {"bash", "python"}
-    guides = {"run.md", "api.md", "cluster.md", "hangs.md", "checkpoints.md"}
+    guides = {"run.md", "api.md", "cluster.md", "hangs.md", "checkpoints.md", "getting-started.md", "failures.md"}
     assert {block.document.name for block in EXAMPLES} >= guides

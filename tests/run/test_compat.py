@@ -123,12 +123,18 @@ def test_what_a_script_is_given(job: Job) -> None:
     assert len({number for found in ranks for number in found["random"]}) == 8 * 3, "randomness of its own"
 
 
-def test_a_script_that_is_started_cold_is_main_and_gets_bytes_that_are_no_text(job: Job) -> None:
+def test_a_script_that_is_started_cold_is_main_gets_bytes_that_are_no_text_and_is_restarted_too(job: Job) -> None:
+    """Without torch: each rank would have to import it, and that is all that would be different."""
     script = job.folder / "prints_env.py"
-    script.write_text(PRINTS_ENV)
-    assert job.run(script, "x", os.fsdecode(ODD), flags=("--cold-start",)) == 0
+    script.write_text(
+        "import os, signal\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        f"    os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else signal.pause()\n{PRINTS_ENV}"
+    )
+    assert job.run(script, "x", os.fsdecode(ODD), max_restarts=1, flags=("--cold-start",)) == 0
     told = seen(job, 1)
     assert (told["argv"], told["name"]) == ([str(script), "x", os.fsdecode(ODD)], "__main__")
+    assert [incident["headline"] for incident in job.incidents()] == ["killed by SIGKILL"]
 
 
 def test_a_script_may_close_every_descriptor_it_does_not_know(job: Job) -> None:
@@ -148,29 +154,15 @@ def test_a_script_may_close_every_descriptor_it_does_not_know(job: Job) -> None:
     assert (job.folder / "mine").read_bytes() == b""
 
 
-def test_ignored_child_signals_and_a_module_that_shadows_pythons_own_do_no_harm(job: Job) -> None:
+def test_closed_streams_ignored_child_signals_and_a_module_that_shadows_pythons_own_do_no_harm(job: Job) -> None:
     (job.folder / "random.py").write_text("raise SystemExit('shadowed')\n")
     script = job.folder / "apart" / "fine.py"
     script.parent.mkdir()
-    script.write_text("import random\nprint('fine', flush=True)\n")
-    ignoring = 'trap \'\' CHLD; exec "$0" "$@"'
+    script.write_text(f"import random\nopen({str(job.folder / 'ran')!r}, 'w').write('yes')\n")
+    alone = 'trap \'\' CHLD; exec "$0" "$@" <&- >&- 2>&-'
     command = str(Path(sys.executable).parent / "holdfast")
-    assert job.run(script, nproc=1, program=("/bin/sh", "-c", ignoring, command, "run")) == 0
-    assert job.out == "fine\n"
-
-
-def test_it_runs_with_its_standard_streams_closed(job: Job) -> None:
-    script = job.folder / "fine.py"
-    script.write_text(f"open({str(job.folder / 'ran')!r}, 'w').write('yes')\n")
-    closing = 'exec "$0" "$@" <&- >&- 2>&-'
-    assert job.run(script, nproc=1, program=("/bin/sh", "-c", closing, sys.executable, "-m", "holdfast", "run")) == 0
+    assert job.run(script, nproc=1, program=("/bin/sh", "-c", alone, command, "run")) == 0
     assert (job.folder / "ran").read_text() == "yes"
-
-
-def test_cold_workers_are_restarted_too(job: Job) -> None:
-    faults = json.dumps({"rank": 1, "step": 2, "how": "SIGKILL"})
-    assert job.run(TRAINS, "4", faults, max_restarts=1, flags=("--cold-start",)) == 0
-    assert [incident["headline"] for incident in job.incidents()] == ["killed by SIGKILL"]
 
 
 def test_elastic_is_seen_and_an_error_file_is_left_without_record_and_with_it(job: Job) -> None:

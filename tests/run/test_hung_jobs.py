@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from harness import SCRIPTS, Job
+from holdfast.agent.result import Result
+from holdfast.control.causes import Kind
 
 HANGS = SCRIPTS / "hangs.py"
 FLOOR = ("--hang-floor=1",)
@@ -112,6 +114,7 @@ def test_evaluations_and_saves_have_limits_of_their_own(job: Job) -> None:
     faults = [fault("save", LEARNED - 1), fault("save_to_a_broken_disk")]
     faults += [fault("evaluate", 2 * LEARNED - 1, generations=(1,))]
     faults += [fault("evaluate_for_ever", 2 * LEARNED, generations=(1,))]
+    faults += [fault("leave_at_once", 21, rank=0, generations=(0, 1))]
     assert job.run(HANGS, "20", *faults, max_restarts=2, flags=SELDOM, env={"ALONE": "1", **PACED}) == 0
     saving, evaluating = job.incidents()
     assert [(incident["kind"], incident["rank"]) for incident in (saving, evaluating)] == [("hang", 1)] * 2
@@ -139,8 +142,10 @@ def test_a_first_save_is_no_hang(job: Job, env: dict[str, str]) -> None:
 
 
 def test_after_the_last_step(job: Job) -> None:
+    """The other rank has to have taken down its process group and left by then, or it would be found too. On a busy
+    machine a second may be too little for that."""
     faults = [fault("leave_at_once", step=13, rank=0), fault("sleep", step=13)]
-    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=FLOOR) == 0
+    assert job.run(HANGS, "12", *faults, max_restarts=1, flags=("--hang-floor=3",)) == 0
     incident = only_incident(job)
     assert (incident["kind"], incident["rank"], incident["steps"]) == ("hang", 1, 12)
     assert list(incident["phases_s"])[:2] == ["detect", "stop"]
@@ -172,9 +177,9 @@ def test_a_world_that_hangs_before_its_first_step_is_restarted_too(job: Job) -> 
     assert job.leftovers() == []
 
 
-@pytest.mark.parametrize(("flags", "code"), [((), 1), (("--exit-code-from-cause",), 85)])
-def test_without_restarts_the_job_ends_and_says_why(job: Job, flags: tuple[str, ...], code: int) -> None:
-    assert job.run(HANGS, "12", fault("sleep"), flags=(*FLOOR, *flags)) == code
+def test_without_restarts_the_job_ends_and_says_why(job: Job) -> None:
+    assert job.run(HANGS, "12", fault("sleep"), flags=(*FLOOR, "--exit-code-from-cause")) == 85
+    assert Result(Kind.HANG, "", (), (), None).exit_code(from_cause=False) == 1
     assert only_incident(job)["kind"] == "hang"
     assert "the job failed: rank 1 hangs: no step for " in job.err
     assert "rank 0 in backward, rank 1 in hangs.py:" in job.err
@@ -213,7 +218,7 @@ def test_a_rank_that_ignores_the_termination_signal_is_killed(job: Job) -> None:
 def test_a_program_that_does_not_train_is_left_alone(job: Job) -> None:
     """A shell script has no beacon and no optimizer; how long it takes is its own business."""
     script = job.folder / "waits.sh"
-    script.write_text("#!/bin/bash\nsleep 3\n")
+    script.write_text("#!/bin/bash\nsleep 2\n")
     script.chmod(0o755)
     flags = ("--hang-floor=0.01", "--no-python")
     assert job.run(script, flags=flags) == 0
@@ -228,13 +233,6 @@ def test_restarts_that_get_no_further_are_stopped(job: Job) -> None:
     assert job.run(HANGS, "12", always, max_restarts=10) == 1
     assert len(job.events("world.launched")) == 4
     assert "3 restarts in a row got no further than step 0" in job.err
-
-
-def test_they_are_not_when_that_is_asked_for(job: Job) -> None:
-    always = fault("exit_5", step=0, generations=tuple(range(20)))
-    assert job.run(HANGS, "12", always, max_restarts=4, flags=("--max-no-progress-restarts=0",)) == 1
-    assert len(job.events("world.launched")) == 5
-    assert "all 4 are used" in job.err
 
 
 OPTIMIZERS = """
@@ -295,6 +293,15 @@ def test_a_job_that_comes_to_the_same_step_each_time_is_stopped(job: Job) -> Non
     assert job.run(script, "stands still", "9", nproc=1, max_restarts=9) == 1
     assert "3 restarts in a row got no further than step 5" in job.err
     assert len(job.events("world.launched")) == 5
+
+
+def test_it_is_not_when_that_is_asked_for(job: Job) -> None:
+    script = job.folder / "resumes.py"
+    script.write_text(RESUMES)
+    flags = ("--max-no-progress-restarts=0",)
+    assert job.run(script, "stands still", "9", nproc=1, max_restarts=5, flags=flags) == 1
+    assert len(job.events("world.launched")) == 6
+    assert "all 5 are used" in job.err
 
 
 # -- stacks on request ------------------------------------------------------------------------------------------------

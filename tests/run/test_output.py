@@ -32,13 +32,7 @@ def log(job: Job, rank: int, name: str) -> str:
     return (job.run_dir / "attempt_0" / str(rank) / f"{name}.log").read_text()
 
 
-def test_by_default_the_console_has_it_all(job: Job) -> None:
-    chatty(job)
-    assert sorted(job.out.splitlines()) == ["out 0 apple", "out 1 apple"]
-    assert sorted(job.err.splitlines()) == ["err 0 orange", "err 1 orange"]
-
-
-def test_redirects_go_to_files_alone(job: Job) -> None:
+def test_by_default_the_console_has_it_all_and_redirects_go_to_files_alone(job: Job) -> None:
     """Ranks of two digits too."""
     chatty(job, "--redirects=0:3,1:1,10:3,11:1", nproc=12)
     for rank in (0, 10):
@@ -60,18 +54,14 @@ def test_tee_goes_to_both_behind_a_prefix_and_filters_copy_matching_lines(job: J
     assert len((attempt / "filtered_stderr.log").read_text().splitlines()) == 2
 
 
-def test_the_prefix_is_the_users_to_choose(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${role_name}|${rank}> ")
+def test_the_prefix_is_the_users_to_choose_and_a_rank_filter_hides_the_others(job: Job) -> None:
     script = job.folder / "chatty.py"
     script.write_text(CHATTY)
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}|${rank}> "}
-    assert job.run(script, flags=("--tee=1",), env=template) == 0
-    assert sorted(job.out.splitlines()) == ["<default|0> out 0 apple", "<default|1> out 1 apple"]
-
-
-def test_a_rank_filter_hides_the_others(job: Job) -> None:
-    chatty(job, "--local-ranks-filter=1")
-    assert (job.out, job.err) == ("out 1 apple\n", "err 1 orange\n")
+    assert job.run(script, nproc=3, flags=("--tee=0:1,1:1", "--local-ranks-filter=1,2"), env=template) == 0
+    assert sorted(job.out.splitlines()) == ["<default|1> out 1 apple", "out 2 apple"]
+    assert sorted(job.err.splitlines()) == ["err 1 orange", "err 2 orange"]
+    assert log(job, 0, "stdout") == "out 0 apple\n"
 
 
 def test_logs_of_every_generation_are_kept(job: Job) -> None:

@@ -13,7 +13,7 @@ from holdfast.simulate.campaign import run_many
 from holdfast.simulate.simulation import Simulation, run
 
 DIGESTS = "from holdfast.simulate.simulation import run; print([run(seed).digest for seed in range({}, {})])"
-SEEDS = 800
+SEEDS = 400
 PART = 200
 
 

@@ -42,6 +42,9 @@ from holdfast.wire import messages
 SECRETS = ("HOLDFAST_SECRET", "HOLDFAST_ETCD_PASSWORD")
 
 
+ALWAYS_TAKEN = (signal.SIGUSR1,)  # Slurm's warning that a job's time is nearly over; else it would end the agent alone
+
+
 class Agent:
     """Runs one job on one node, once. Signals are handled only if it runs in the main thread."""
 
@@ -204,13 +207,13 @@ class Agent:
 
     def _take_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for signum in self._options.signals:
+            for signum in {*self._options.signals, *ALWAYS_TAKEN}:
                 if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup wants SIGHUP to go unheard
                     self._loop.add_signal_handler(signum, self._on_signal, signum)
 
     def _release_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for signum in self._options.signals:
+            for signum in {*self._options.signals, *ALWAYS_TAKEN}:
                 self._loop.remove_signal_handler(signum)
 
     def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

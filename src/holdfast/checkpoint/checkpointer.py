@@ -101,6 +101,8 @@ class Checkpointer:
         self._started = 0  # steps since this process began
         self._step_at_s: float | None = None
         self._saved_at_s = time.monotonic()
+        self.rank_state: Callable[[], Any] | None = None  # plain values that this rank alone has, to be saved too
+        self.restored_rank_state: Any = None  # what it had, if there were as many ranks then
         self._stops_when: Callable[[], bool] | None = None
         self._pid = os.getpid()
         here = place.current()
@@ -129,6 +131,7 @@ class Checkpointer:
         own = source.own(self._together.rank)
         if own is not None:
             randomness.put_back(own["rng"])
+            self.restored_rank_state = own.get("rank") if restored.world_size == self._together.size else None
         learned.put_back((own or source.own(0) or {}).get("gaps"))
         self._begin_term(restored.step)
         if self._together.rank == 0:
@@ -247,7 +250,8 @@ class Checkpointer:
         return self._memory_every > 0 and step % self._memory_every == 0
 
     def _take(self, moment: Moment, sure: bool = False) -> tuple[int, Future[None]] | None:
-        return self._snapshots.take(self.state, moment, self._courier.slots, sure)
+        mine = self.rank_state() if self.rank_state is not None else None
+        return self._snapshots.take(self.state, moment, self._courier.slots, mine, sure)
 
     def _before_step(self, *_: Any) -> None:
         if os.getpid() == self._pid:

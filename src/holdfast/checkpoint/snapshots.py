@@ -66,7 +66,7 @@ class Snapshots:
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def take(
-        self, state: Mapping[str, Any], moment: Moment, used: Collection[int], sure: bool = False
+        self, state: Mapping[str, Any], moment: Moment, used: Collection[int], mine: Any = None, sure: bool = False
     ) -> tuple[int, Future[None]] | None:
         """Begin to copy the state; which slot it goes to, and when it is there. None if neither slot is free; `sure`:
         then wait until the writer has let go of one."""
@@ -83,7 +83,7 @@ class Snapshots:
         copying: Future[None] = Future()
         try:
             self._on_device = plan.layout.on_gpu
-            data = slot.fill(self._snapshot(moment, found, plan), plan.data_bytes)
+            data = slot.fill(self._snapshot(moment, found, plan, mine), plan.data_bytes)
             self._copier.start(plan, data, lambda failure: self._copied(slot, copying, failure))
         except BaseException:
             slot.unlock()
@@ -129,9 +129,9 @@ class Snapshots:
         else:
             copying.set_exception(failure)
 
-    def _snapshot(self, moment: Moment, found: contents.Contents, plan: plans.Plan) -> Snapshot:
+    def _snapshot(self, moment: Moment, found: contents.Contents, plan: plans.Plan, mine: Any) -> Snapshot:
         position = self._position
-        own, _ = tree.flatten({"rng": randomness.capture(), "gaps": learned.capture()}, "own")
+        own, _ = tree.flatten({"rng": randomness.capture(), "gaps": learned.capture(), "rank": mine}, "own")
         common = _NOTHING
         if position.local_rank == 0:
             common = msgspec.Raw(msgspec.json.encode({"state": found.nodes}))

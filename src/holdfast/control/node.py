@@ -393,7 +393,8 @@ class Node(Standing):
         self.pending = None
         leaving = self._tell(protocol.Leaving(signum))
         if not self.live:
-            return leaving + self._finish(self._preempted())
+            # Where another node was told first, the ranks here may have saved and ended with that one's.
+            return leaving + self._finish(self._in_order(self._preempted()))
         self.over = self._preempted()
         why = f"holdfast got {signal_name(signum)}"
         if self.phase is Phase.STOPPING:

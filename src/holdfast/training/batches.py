@@ -27,7 +27,7 @@ class Batches:
         sampler: ElasticSampler,
         cut: Cut,
         epochs: int,
-        begin: Callable[[Unit, int], None],
+        begin: Callable[[Cut, Unit, int], None],
         keys: bool,
         options: dict[str, Any],
     ) -> None:
@@ -35,7 +35,7 @@ class Batches:
         self.cut = cut
         self.epochs = epochs
         self.served = False  # all of this rank's units of a step that is not done yet
-        self.unit: Unit | None = None  # that was given out last
+        self.unit: Unit | None = None  # that was given out last, of a step that is not done yet
         self._begin = begin
         self._epoch, self._position = sampler.epoch, sampler.position
         self._size = sampler.order.size
@@ -46,6 +46,16 @@ class Batches:
         # A generator of its own: torch's global one is the training's, and is to give the same numbers after a restart.
         self._generator = torch.Generator()
         self._loader = DataLoader(dataset, batch_sampler=self._indices, generator=self._generator, **options)
+
+    @property
+    def epoch(self) -> int:
+        """How many are done."""
+        return self.sampler.epoch
+
+    @property
+    def samples(self) -> int:
+        """Of the step that is being done, on all ranks."""
+        return min(self.cut.batch_size, self._size - self.sampler.position)
 
     def __len__(self) -> int:
         """Steps that are left."""
@@ -64,7 +74,7 @@ class Batches:
                 for unit in self.cut.units(self._position, end):
                     batch = next(coming)
                     self.unit, self.served = unit, unit.is_last
-                    self._begin(unit, end - self._position)
+                    self._begin(self.cut, unit, end - self._position)
                     yield batch
                 self._position = end
             self._epoch, self._position = self._epoch + 1, 0
@@ -73,7 +83,7 @@ class Batches:
         """The step is done. Whether the epoch is, too."""
         before = self.sampler.epoch
         self.sampler.commit()
-        self.served = False
+        self.unit, self.served = None, False
         return self.sampler.epoch > before
 
 

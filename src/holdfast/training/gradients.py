@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.exact.step import ExactStep
 from holdfast.training.units import Unit
@@ -37,17 +38,41 @@ class Weights:
         self._sums = sums
         self._unit: Unit | None = None
         self._taken = self._queued = False
-        self._hooks = [module.register_forward_hook(self._after_forward) for module in modules]
+        self._hooks: list[RemovableHandle] = []
+        for module in _outermost(modules):
+            self._hooks.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._after_forward))
 
     def begin(self, unit: Unit) -> None:
         """From here on forward and backward are this unit's."""
         if self._sums is not None:
             self._sums.begin(unit)
-        self._unit, self._taken = unit, False
+        self._unit, self._taken, self._queued = unit, False, False
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What comes from another module is weighted where it left that one, and there once: what goes back out of this
+        one is given without."""
+        unit = self._unit
+        if unit is None or not torch.is_grad_enabled() or unit.weight in (0.0, 1.0):
+            return None
+        given = pytree.tree_leaves((args, kwargs))
+        if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
+            return None
+
+        def unweighted(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            seen = value.view_as(value)
+            seen.register_hook(lambda gradient: gradient / unit.weight)  # type: ignore[no-untyped-call]
+            return seen
+
+        return pytree.tree_map(unweighted, (args, kwargs))  # type: ignore[no-any-return]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         unit = self._unit
@@ -114,6 +139,13 @@ class Exact:
 
     def take(self, unit: Unit) -> None:
         self._leaves.take(unit.number if unit.weight else None, unit.is_last)
+
+
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Without those that are a part of another one, whose output is weighted already."""
+    given = list(modules)
+    inner = {id(part) for module in given for part in module.modules() if part is not module}
+    return [module for module in given if id(module) not in inner]
 
 
 def _reduces(module: nn.Module) -> list[Callable[[bool], None]]:

@@ -15,11 +15,12 @@ from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.contents import unwrap
 from holdfast.checkpoint.restore import Restored
 from holdfast.data.sampler import ElasticSampler
-from holdfast.training import health, policy
+from holdfast.training import health, held, policy
 from holdfast.training.batches import Batches
 from holdfast.training.gradients import Accumulated, Exact, Weights
 from holdfast.training.progress import Progress
 from holdfast.training.requests import Requests
+from holdfast.training.streams import Stream
 from holdfast.training.units import Cut, Unit
 from holdfast.worker import place
 
@@ -58,7 +59,7 @@ class Loop:
         self._cursors = Cursors()
         self._weights: Weights | None = None
         self._exact: Exact | None = None
-        self._active: list[Batches] = []
+        self._active: list[Batches | Stream] = []
         self._losses: list[tuple[float, Any]] = []  # of the step's units so far
         self._last: Callable[[], dict[str, float]] = dict
         self._progress = Progress(run.generation) if run.rank_zero else None
@@ -69,6 +70,10 @@ class Loop:
             torch.set_num_threads(1)
             torch.use_deterministic_algorithms(True, warn_only=True)
 
+    @property
+    def cursors(self) -> Cursors:
+        return self._cursors
+
     # -- what is kept -------------------------------------------------------------------------------------------------
 
     def attach(self, state: dict[str, Any]) -> Restored | None:
@@ -78,6 +83,8 @@ class Loop:
             raise ValueError(f"{taken.pop()!r} is a name of Holdfast's own; call it something else")
         options = self._options
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        for value in state.values():
+            held.hold(value, lambda: all(batches.served for batches in self._waiting))
         self._state = {**state, "data": self._cursors, "progress": self._cursors.progress}
         self._checkpointer = Checkpointer(
             options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
@@ -86,9 +93,10 @@ class Loop:
         )  # fmt: skip
         if self._requests is not None:
             self._checkpointer.stops_when(lambda: self._requests is not None and self._requests.stop)
+        self._checkpointer.rank_state = self._cursors.own_state
         restored = self._checkpointer.restore()
         if restored is not None:
-            self._cursors.begin(restored.step, restored.epoch)
+            self._cursors.begin(restored.step, restored.epoch, self._checkpointer.restored_rank_state)
         return restored
 
     # -- the data -----------------------------------------------------------------------------------------------------
@@ -108,6 +116,8 @@ class Loop:
             raise RuntimeError("call run.attach(model=..., optimizer=...) before run.batches()")
         run, exact = self._run, self._options.exact
         per_rank, rule = elastic
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return self._through(self._stream(dataset, batch_size, epochs, options))
         if rule not in policy.RULES:
             raise ValueError(f"lr_rule={rule!r}: one of {', '.join(policy.RULES)} is meant")
         if exact and (per_rank or micro_batch_size is not None):
@@ -123,7 +133,17 @@ class Loop:
         self._active.append(batches)
         return self._through(batches)
 
-    def _through(self, batches: Batches) -> Iterator[Any]:
+    def _stream(self, source: Any, batch_size: int, epochs: int, options: dict[str, Any]) -> Stream:
+        if self._options.exact:
+            raise ValueError("exact=True wants a dataset with samples by index; a stream has no order to go by")
+        each = max(1, batch_size // self._run.world_size)
+        stream = Stream(source, each, epochs, self._run.world_size, self._cursors.stream_state(), options)
+        self._cursors.streams.append(stream)
+        self._run.say(stream.promise)
+        self._active.append(stream)
+        return stream
+
+    def _through(self, batches: Batches | Stream) -> Iterator[Any]:
         try:
             for batch in batches:
                 yield batch
@@ -149,11 +169,11 @@ class Loop:
             sums = Accumulated(self.modules)
         self._weights = Weights(self.modules, sums)
 
-    def _begin_unit(self, unit: Unit, samples: int) -> None:
+    def _begin_unit(self, cut: Cut, unit: Unit, samples: int) -> None:
         assert self._weights is not None
         if self._exact is not None:
             self._exact.step = self._cursors.step
-            self._exact.count = next(one for one in self._active if one.unit is unit).cut.leaf_count(samples)
+            self._exact.count = cut.leaf_count(samples)
         self._weights.begin(unit)
 
     def _rescale(self, per_rank: int, rule: str) -> None:
@@ -180,7 +200,7 @@ class Loop:
     def step(self, loss: Any, metrics: dict[str, Any]) -> None:
         if self._checkpointer is None:
             raise RuntimeError("call run.attach(model=..., optimizer=...) before run.step()")
-        waiting = [batches for batches in self._active if batches.unit is not None]
+        waiting = self._waiting
         if loss is not None:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
             self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))
@@ -192,23 +212,31 @@ class Loop:
         ended, samples, left = None, 0, 0
         for batches in waiting:
             if batches.served:
-                samples += min(batches.cut.batch_size, batches.sampler.order.size - batches.sampler.position)
-                if batches.commit():
-                    ended = batches.sampler.epoch
+                samples += batches.samples
+                if batches.commit() and batches is waiting[0]:  # of several datasets the first says what an epoch is
+                    ended = batches.epoch
                 left = max(left, len(batches))
         step, options = self._cursors.step, self._options
         if self._progress is not None:
             first = waiting[0] if waiting else None
-            epoch = f"{min(first.sampler.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
-            self._progress.step(step, epoch, lambda: self._last().get("loss"), samples, left)
+            epoch = f"{min(first.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
+            steps_left = left if waiting else None
+            self._progress.step(step, epoch, lambda: self._last().get("loss"), samples, steps_left)
         if options.health_check_steps and step % options.health_check_steps == 0 and self._run.world_size > 1:
             health.check(options.health_check_s, self._run.world_size)
         saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
         self._checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
 
+    @property
+    def _waiting(self) -> list[Batches | Stream]:
+        """Whose samples are of a step that is not done yet."""
+        return [batches for batches in self._active if batches.unit is not None]
+
     def close(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.close()
+        if self._requests is not None:
+            self._requests.close()
 
 
 class Cursors:
@@ -218,15 +246,31 @@ class Cursors:
         self.step = 0
         self.world_size = 0  # that the learning rate is meant for; 0 where that does not matter
         self.progress = _Progress(self)
+        self.streams: list[Stream] = []
+        self._own: list[Any] = []
         self._epoch = 0
         self._samplers: list[ElasticSampler] = []
         self._saved: list[Mapping[str, Any]] = []
 
-    def begin(self, step: int, epoch: int | None) -> None:
+    def begin(self, step: int, epoch: int | None, own: Any = None) -> None:
         """Where a checkpoint was saved. One that others made says nothing of data, but perhaps how many epochs are
-        done."""
+        done. `own`: what this rank had for itself."""
         self.step = step
         self._epoch = epoch or 0
+        self._own = own if isinstance(own, list) else []
+
+    def own_state(self) -> list[Any]:
+        return [stream.state_dict() for stream in self.streams] + self._own[len(self.streams) :]
+
+    def stream_state(self) -> Any:
+        """Of the next stream, if there was one."""
+        return self._own[len(self.streams)] if len(self.streams) < len(self._own) else None
+
+    @property
+    def epochs(self) -> int:
+        if self._samplers:
+            return self._samplers[0].epoch
+        return int(self._saved[0]["epoch"]) if self._saved else self._epoch
 
     def adopt(self, sampler: ElasticSampler) -> None:
         """The next one. It goes on from what was saved of it."""

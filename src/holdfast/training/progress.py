@@ -25,15 +25,15 @@ class Progress:
         self._samples = self._steps = 0
         self._shown = False
 
-    def step(self, step: int, epoch: str, loss: Callable[[], float | None], samples: int, left: int) -> None:
-        """`left`: steps to the end."""
+    def step(self, step: int, epoch: str, loss: Callable[[], float | None], samples: int, left: int | None) -> None:
+        """`left`: steps to the end, if that is known."""
         now_s = self._clock()
         if self._since_s is None:  # the first step of a world is not typical
             self._since_s = now_s
             return
         self._samples += samples
         self._steps += 1
-        if now_s - self._since_s < self._every_s and left:
+        if now_s - self._since_s < self._every_s and left != 0:
             return
         took_s = max(1e-9, now_s - self._since_s)
         parts = [f"step {step:,}", f"epoch {epoch}"]

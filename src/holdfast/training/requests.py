@@ -20,5 +20,13 @@ class Requests:
             if signal.getsignal(signum) is signal.SIG_DFL:
                 signal.signal(signum, self._note)
 
+    def close(self) -> None:
+        """Nobody looks any more: from here on such a signal ends the process, as it would without all this."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in SIGNALS:
+            if signal.getsignal(signum) == self._note:
+                signal.signal(signum, signal.SIG_DFL)
+
     def _note(self, signum: int, frame: Any) -> None:
         self.stop = True

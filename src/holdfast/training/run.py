@@ -36,6 +36,16 @@ class Run:
         """For what one rank does for all: logs, files."""
         return self.rank == 0
 
+    @property
+    def steps_done(self) -> int:
+        """Of the whole training, whatever was restarted in between."""
+        return self._training.cursors.step
+
+    @property
+    def epochs_done(self) -> int:
+        """Whole ones, of the dataset that was first given to `batches`."""
+        return self._training.cursors.epochs
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     def attach(self, **state: Any) -> Restored | None:
@@ -82,6 +92,7 @@ class Run:
         if beacon is not None:
             beacon.enter(Phase.EVALUATING)
         modules = [module for module in self._training.modules if module.training]
+        frozen = [part for module in modules for part in module.modules() if not part.training]  # by the script
         try:
             for module in modules:
                 module.eval()
@@ -90,6 +101,8 @@ class Run:
         finally:
             for module in modules:
                 module.train()
+            for part in frozen:
+                part.training = False
             if beacon is not None:
                 beacon.leave(Phase.EVALUATING, before)
 

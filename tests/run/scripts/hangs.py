@@ -192,7 +192,9 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     KEPT.insert(0, model)
     suffer(0, model)
-    for step in range(int(done) + 1, steps + 1):
+    # Where all is done, the last step is done again: with a bare collective right before the end, torch 2.13 now and
+    # then aborts at exit ("terminate called without an active exception"), the more often the busier the machine is.
+    for step in range(min(int(done), steps - 1) + 1, steps + 1):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -26,13 +26,21 @@ import holdfast
 
 RANK = int(os.environ["RANK"])
 GENERATION = int(os.environ.get("HOLDFAST_GENERATION", "0"))
+ABOUT: dict[str, object] = {
+    "node": int(os.environ.get("NODE", "0")),
+    "rank": RANK,
+    "world_size": int(os.environ["WORLD_SIZE"]),
+    "restart_count": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    "generation": GENERATION,
+    "run_id": os.environ["TORCHELASTIC_RUN_ID"],
+    "pid": os.getpid(),
+}
 KEPT: list[object] = []  # torch 2.13 can deadlock when a model is freed right after its last collective
 
 
 def tell(**news: object) -> None:
-    line = json.dumps({"rank": RANK, "generation": GENERATION, "pid": os.getpid(), **news}) + "\n"
     with open(os.environ["NEWS"], "a") as fifo:
-        fifo.write(line)
+        fifo.write(json.dumps({**ABOUT, **news}) + "\n")
 
 
 def suffer(step: int) -> None:
