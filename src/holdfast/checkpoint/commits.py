@@ -42,11 +42,12 @@ def commit(storage: Storage, snapshot: Snapshot) -> Commit:
     missing = tuple(rank for rank in snapshot.ranks if _last_part(index_name(step, term, rank)) not in there)
     if missing:
         return Commit(None, missing=missing)
+    listed = [_listed(storage, snapshot, rank) for rank in snapshot.ranks]
     manifest = Manifest(
         version=VERSION, step=step, epoch=snapshot.epoch, term=term, generation=snapshot.generation,
-        world_size=snapshot.world_size, metrics=sealed.finite(snapshot.metrics),
-        shards=tuple(_listed(storage, snapshot, rank) for rank in snapshot.ranks), created=sealed.now(),
-        holdfast=_version.__version__,
+        # The first rank's, whoever commits: ranks may have measured different things.
+        world_size=snapshot.world_size, metrics=listed[0][1], shards=tuple(one for one, _ in listed),
+        created=sealed.now(), holdfast=_version.__version__,
     )  # fmt: skip
     check_fence(storage, term, step)
     faultpoints.passed("commit.before")
@@ -61,8 +62,9 @@ def check_fence(storage: Storage, term: int, step: int) -> None:
         raise Fenced(terms.told(later))
 
 
-def _listed(storage: Storage, snapshot: Snapshot, rank: int) -> Listed:
-    """What another rank has written is looked at before it is committed: its disk may have failed it."""
+def _listed(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[Listed, dict[str, float]]:
+    """What another rank has written is looked at before it is committed: its disk may have failed it. With its
+    metrics."""
     name = index_name(snapshot.step, snapshot.term, rank)
     try:
         content = sealed.read_bytes(storage, name, MAX_JSON_BYTES)
@@ -77,7 +79,9 @@ def _listed(storage: Storage, snapshot: Snapshot, rank: int) -> Listed:
     file = shards.hashed(shard)
     file.check()
     file.check_size(storage)
-    return Listed(rank, shard.size_bytes, hashlib.sha256(content).hexdigest())
+    metrics = shard.snapshot.get("metrics")
+    found = {str(k): float(v) for k, v in metrics.items()} if isinstance(metrics, dict) else {}
+    return Listed(rank, shard.size_bytes, hashlib.sha256(content).hexdigest()), sealed.finite(found)
 
 
 def is_verified(manifest: Manifest, there: set[str]) -> bool:

@@ -74,7 +74,13 @@ def _together(storage: Storage, snapshot: Snapshot, data: memoryview) -> Outcome
         return _done(snapshot, 0, "it was there already", verified=epochs.is_verified(storage, snapshot))
     before = _is_committed(storage, snapshot)
     shard = shards.write(storage, snapshot, data)
-    commit = commits.commit(storage, snapshot)
+    try:
+        commit = commits.commit(storage, snapshot)
+    except (FileNotFoundError, Damaged):
+        # Another rank may have committed it, made the file of it and deleted the folder, all while this one looked.
+        if not snapshot.file or snapshot.file not in storage.names():
+            raise
+        return _done(snapshot, shard.size_bytes, "another rank has made the file of it", committed=False)
     if not snapshot.file:
         return _settle_step(storage, snapshot, shard, commit)
     if commit.manifest is None:
@@ -82,6 +88,7 @@ def _together(storage: Storage, snapshot: Snapshot, data: memoryview) -> Outcome
     # A step that was saved as such before has its manifest already, and nobody's to-do is to make a file of it.
     if not (commit.own or (before and snapshot.rank == min(snapshot.ranks))):
         return _done(snapshot, shard.size_bytes, "another rank makes the file of it", committed=False)
+    snapshot = msgspec.structs.replace(snapshot, metrics=commit.manifest.metrics)
     try:
         size = epochs.write(storage, snapshot, epochs.of_step(storage, snapshot, commit.manifest))
     except StorageError as failure:
