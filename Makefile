@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test bench lint system clean
+.PHONY: demo test test-all bench lint system clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: lint system
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 3 --durations=60 tests
+
+test-all: lint system
+	HOLDFAST_SCHEDULES=20 $(BIN)/python -m pytest -n 2 -m "long or not long" tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

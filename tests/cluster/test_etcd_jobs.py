@@ -111,6 +111,7 @@ def test_a_coordinator_that_trains_may_die_and_the_rest_goes_on_in_a_new_world(e
     assert job.cluster.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_coordinator_that_is_frozen_is_replaced_and_gives_way(etcd: Etcd, make_job: MakeJob) -> None:
     job = make_job("--spares=1", nnodes="2", conf=TOGETHER, places={0: 9, 1: 0, 2: 1})
     start_with_coordinator(etcd, job, 0, 1, 2)

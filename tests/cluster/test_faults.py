@@ -6,6 +6,8 @@ import os
 import signal
 from typing import Literal
 
+import pytest
+
 from cluster.cluster import Cluster, Line, MakeCluster
 from cluster.jobs import TOGETHER, Job
 from cluster.net import MakeNet
@@ -43,6 +45,7 @@ def test_a_silent_node_is_lost_and_after_the_cut_its_old_ranks_go_before_it_join
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_frozen_agent_is_lost_and_comes_back_as_a_newcomer(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, nnodes="2:3")
@@ -60,6 +63,7 @@ def test_a_frozen_agent_is_lost_and_comes_back_as_a_newcomer(cluster: MakeCluste
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_slow_network_harms_nothing(cluster: MakeCluster, net: MakeNet) -> None:
     network = net(2)
     network.delay(1, 100)
@@ -92,6 +96,7 @@ def test_who_is_cut_off_for_too_long_ends_its_ranks_and_itself(cluster: MakeClus
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_coordinator_that_only_stands_by_may_die_and_take_up_where_it_was(cluster: MakeCluster, net: MakeNet) -> None:
     trio = cluster(net(3))
     job = Job(trio, "--spares=1", nnodes="2", places={0: 9, 1: 0, 2: 1})
@@ -118,6 +123,7 @@ def test_a_coordinator_that_only_stands_by_may_die_and_take_up_where_it_was(clus
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_job_ends_well_without_its_coordinator(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, "--spares=1", nnodes="2", places={0: 9, 1: 0, 2: 1}, conf=f"{TOGETHER},close_timeout=1")

@@ -46,7 +46,7 @@ def test_a_hang_on_one_node_restarts_all_and_names_that_node(cluster: MakeCluste
     assert pair.leftovers() == []
 
 
-@pytest.mark.parametrize("asker", [0, 1])
+@pytest.mark.parametrize("asker", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_an_excluded_node_is_replaced_by_a_spare(cluster: MakeCluster, asker: int) -> None:
     trio = cluster()
     job = asking(trio, "ExcludeThisNode", asker=asker, nnodes="2")

@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 
+import pytest
+
 from cluster.cluster import MakeCluster
 from cluster.jobs import STEPS_ALONE, Job
 
@@ -33,6 +35,7 @@ def test_a_killed_node_is_a_scale_down_and_an_arriving_one_a_scale_up(cluster: M
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_below_min_it_waits_and_says_for_whom_then_ends(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, nnodes="3", conf="")
@@ -77,6 +80,7 @@ def test_three_planned_scale_ups_and_downs_keep_the_logs_of_every_generation(clu
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_with_a_budget_for_failures_membership_is_free(cluster: MakeCluster) -> None:
     pair = cluster()
     job = Job(pair, "--restart-budget=failures", nnodes="1:2", max_restarts=1, conf="")
@@ -99,6 +103,7 @@ def test_with_a_budget_for_failures_membership_is_free(cluster: MakeCluster) -> 
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_good_steps_give_a_restart_back(cluster: MakeCluster) -> None:
     pair = cluster()
     job = Job(pair, "--restart-refill=20", nnodes="2", max_restarts=1, env={"PACE_S": "0.01"})
@@ -116,6 +121,7 @@ def test_good_steps_give_a_restart_back(cluster: MakeCluster) -> None:
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_who_joins_when_no_restart_is_left_stands_by_and_ends_with_the_job(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, nnodes="2:3", max_restarts=0, conf="")
@@ -168,6 +174,7 @@ def test_spares_stand_by_die_unnoticed_and_take_a_dead_nodes_place(cluster: Make
     assert four.leftovers() == []
 
 
+@pytest.mark.long
 def test_spares_asked_for_are_held_back_until_one_is_needed(cluster: MakeCluster) -> None:
     four = cluster()
     job = Job(four, "--spares=1", nnodes="2:3")
@@ -192,6 +199,7 @@ def test_last_call_waits_for_more_than_min_and_sigterm_to_all_ends_the_job(clust
     assert four.leftovers() == []
 
 
+@pytest.mark.long
 def test_min_healthy_leaves_the_others_alone_until_they_are_too_few(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, "--restart-policy=min-healthy", nnodes="2:3", script=STEPS_ALONE)
@@ -210,6 +218,7 @@ def test_min_healthy_leaves_the_others_alone_until_they_are_too_few(cluster: Mak
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_node_that_keeps_failing_is_set_aside_until_it_is_taken_back(cluster: MakeCluster) -> None:
     pair = cluster()
     job = Job(pair, nnodes="1:2", max_restarts=9)

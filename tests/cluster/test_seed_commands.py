@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from cluster.cluster import Cluster, Line, MakeCluster
 from cluster.net import MakeNet
 
@@ -80,6 +82,7 @@ def test_the_static_job(cluster: MakeCluster, net: MakeNet) -> None:
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_roles_of_different_sizes_and_places_of_the_infrastructure(cluster: MakeCluster) -> None:
     """SLURM_PROCID goes before GROUP_RANK, and both before the order of arrival."""
     trio = cluster()
@@ -105,6 +108,7 @@ def test_roles_of_different_sizes_and_places_of_the_infrastructure(cluster: Make
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_ranks_that_are_kept_rather_than_given_by_the_infrastructure(cluster: MakeCluster) -> None:
     trio = cluster()
     trio.hold()

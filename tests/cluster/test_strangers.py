@@ -8,6 +8,8 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from cluster.cluster import MakeCluster
 from cluster.jobs import Job
 from coordinator.etcd_cluster import Certificates
@@ -57,6 +59,7 @@ def test_garbage_and_half_connections_harm_nothing(cluster: MakeCluster) -> None
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_insecure_says_so_and_keeps_to_its_own(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, "--insecure", nnodes="2")

@@ -253,6 +253,7 @@ def test_a_fixed_port_is_used_by_every_world(job: Job) -> None:
     assert len(job.incidents()) == 3
 
 
+@pytest.mark.long
 def test_modules_of_the_first_world_are_there_in_the_second_but_for_one_that_leaves_a_thread(job: Job) -> None:
     site = Path(
         subprocess.check_output(

@@ -97,6 +97,7 @@ def test_a_deadlock_of_all_blames_nobody_and_a_stopped_rank_is_named_as_such(job
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_before_init(job: Job) -> None:
     flags = ("--ft-initial-rank-heartbeat-timeout=4",)
     assert job.run(HANGS, "12", fault("sleep", step=-1), max_restarts=1, flags=flags) == 0
@@ -125,6 +126,7 @@ def test_evaluations_and_saves_have_limits_of_their_own(job: Job) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_save_that_hangs_while_the_others_wait_for_it(job: Job) -> None:
     faults = [fault("save", LEARNED - 1, rank=0), fault("save_to_a_broken_disk", rank=0)]
     assert job.run(HANGS, "12", *faults, max_restarts=1, flags=SELDOM, env=PACED) == 0
@@ -153,6 +155,7 @@ def test_after_the_last_step(job: Job) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_at_the_interpreters_exit(job: Job) -> None:
     """An end may take 120 floors; for the test that is not to be two minutes, steps get theirs by the safety factor."""
     flags = ("--hang-floor=0.03", "--ft-safety-factor=500")
@@ -187,6 +190,7 @@ def test_without_restarts_the_job_ends_and_says_why(job: Job) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_warn_lets_a_rank_be_and_says_so_once(job: Job) -> None:
     flags = (*FLOOR, "--hang-detection=warn")
     assert job.run(HANGS, "12", fault("pause"), max_restarts=1, flags=flags) == 0
@@ -215,6 +219,7 @@ def test_a_rank_that_ignores_the_termination_signal_is_killed(job: Job) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_program_that_does_not_train_is_left_alone(job: Job) -> None:
     """A shell script has no beacon and no optimizer; how long it takes is its own business."""
     script = job.folder / "waits.sh"

@@ -61,6 +61,7 @@ def rank_pids(job: Job, generation: int) -> dict[int, int]:
     return {int(rank): pid for rank, pid in started["pids"].items()}
 
 
+@pytest.mark.long
 def test_twenty_restarts_with_skewed_ranks_spend_twenty(job: Job) -> None:
     """Stock torchrun reads a dead peer's address from its reused store here, and burns restarts on it."""
     faults = [fault(generation % 2, generation + 2, "SIGKILL", (generation,)) for generation in range(20)]

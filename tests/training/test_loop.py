@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -442,3 +443,24 @@ def test_where_no_end_is_known_none_is_told_of() -> None:
 )
 def test_times_are_told_as_people_do(seconds: float, text: str) -> None:
     assert told_s(seconds) == text
+
+
+def test_plain_values_are_kept_and_found_in_the_runs_state(tmp_path: Path) -> None:
+    script = """
+        import sys, torch, holdfast
+        run = holdfast.init(checkpoints=sys.argv[1], save_steps=1)
+        model = torch.nn.Linear(1, 1)
+        run.attach(model=model, best=0.5)
+        print(run.state["best"], flush=True)
+        for x in run.batches(torch.ones(2, 1), 1):
+            run.state["best"] += 1
+            run.step()
+        run.close()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    found = [
+        subprocess.run([sys.executable, path, tmp_path / "saved"], capture_output=True, text=True, timeout=60).stdout
+        for _ in range(2)
+    ]
+    assert found == ["0.5\n", "2.5\n"]

@@ -53,6 +53,7 @@ class Loop:
 
     def __init__(self, run: Run, options: Options) -> None:
         self.modules: list[nn.Module] = []
+        self.state: dict[str, Any] = {}
         self._run = run
         self._options = options
         self._checkpointer: Checkpointer | None = None
@@ -85,9 +86,9 @@ class Loop:
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         for value in state.values():
             held.hold(value, lambda: all(batches.served for batches in self._waiting))
-        self._state = {**state, "data": self._cursors, "progress": self._cursors.progress}
+        self.state = {**state, "data": self._cursors, "progress": self._cursors.progress}
         self._checkpointer = Checkpointer(
-            options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
+            options.checkpoints, self.state, keep=options.keep, keep_best=options.keep_best,
             keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
             every_minutes=options.save_minutes, memory_every=options.memory_every, shared=options.shared,
         )  # fmt: skip
@@ -120,6 +121,8 @@ class Loop:
             return self._through(self._stream(dataset, batch_size, epochs, options))
         if rule not in policy.RULES:
             raise ValueError(f"lr_rule={rule!r}: one of {', '.join(policy.RULES)} is meant")
+        if self._active and (exact or micro_batch_size is not None):
+            raise ValueError("with exact=True or micro_batch_size a step is cut by one dataset; there is one already")
         if exact and (per_rank or micro_batch_size is not None):
             raise ValueError("exact=True cuts each global batch by itself; give batch_size alone")
         size = batch_size * run.world_size if per_rank else batch_size
@@ -184,7 +187,7 @@ class Loop:
             return
         factor = policy.scale(rule, before, now)
         rates = (0.0, 0.0)
-        for value in map(unwrap, self._state.values()):
+        for value in map(unwrap, self.state.values()):
             if isinstance(value, torch.optim.Optimizer):
                 rates = value.param_groups[0]["lr"], value.param_groups[0]["lr"] * factor
                 for group in value.param_groups:

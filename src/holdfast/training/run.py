@@ -53,6 +53,11 @@ class Run:
         newest valid state, and returns what that is; None if training begins at its beginning."""
         return self._training.attach(state)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What was attached. Plain values are here as they were restored; set one here to have it saved."""
+        return self._training.state
+
     def batches(
         self,
         dataset: Any,
