@@ -136,6 +136,7 @@ def test_who_joins_when_no_restart_is_left_stands_by_and_ends_with_the_job(clust
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_deterministic_assignment_keeps_ranks(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, "--rank-assignment=deterministic", nnodes="2:3")

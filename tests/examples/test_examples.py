@@ -82,6 +82,7 @@ def test_a_killed_rank_under_holdfast_run(job: Job) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_all_processes_are_killed_under_torchrun(job: Job) -> None:
     """The seed's: terminal 2 kills whatever has the script's name, and the same command goes on."""
     job.start(ELASTIC, program=TORCHRUN, flags=("--standalone",))
@@ -116,6 +117,7 @@ def test_two_epochs_then_the_third_and_a_checkpoint_that_is_deleted(tmp_path: Pa
     assert printed(out) == [3, 4]
 
 
+@pytest.mark.long
 def test_less_memory_and_other_processes_compute_the_same(tmp_path: Path) -> None:
     """Eight steps of each."""
     losses: list[float] = []
@@ -128,6 +130,7 @@ def test_less_memory_and_other_processes_compute_the_same(tmp_path: Path) -> Non
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-3)
 
 
+@pytest.mark.long
 def test_ddp_with_a_kill_and_then_alone(job: Job) -> None:
     job.start(MINIMAL, max_restarts=3)
     wait_until(job, "checkpoint_epoch_3.pt")

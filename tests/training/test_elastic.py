@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from schedules import Training, World
 
@@ -56,6 +57,7 @@ def test_loader_workers_one_of_which_is_killed_and_then_a_rank(tmp_path: Path) -
     assert len(training.restored()) == 3
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_one_process(tmp_path: Path) -> None:
     """Up to rounding, with sizes that divide nothing: units on three ranks, shards on two, and one process."""
     found = {}

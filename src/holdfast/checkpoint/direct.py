@@ -22,7 +22,7 @@ _MADV_HUGEPAGE = 14
 
 def buffer(size_bytes: int) -> memoryview:
     """Memory that begins at a page. It is given back with its last view."""
-    memory = mmap.mmap(-1, max(1, size_bytes))
+    memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
     with contextlib.suppress(OSError):
         memory.madvise(_MADV_HUGEPAGE)  # a first touch is a page fault, and there are 2000 small pages in a chunk
     return memoryview(memory)[:size_bytes]
