@@ -86,9 +86,8 @@ def by_hand(kind: str, model: Any, optimizer: Any, told: Told, folder: Path, ran
     while True:
         epoch, skip = divmod(step, EPOCH // BATCH)
         sampler.set_epoch(epoch)
-        for number, batch in enumerate(DataLoader(dataset, batch_size=BATCH // 2, sampler=sampler)):
-            if number < skip:
-                continue
+        left = list(sampler)[skip * (BATCH // 2) :]
+        for batch in DataLoader(dataset, batch_size=BATCH // 2, sampler=left):
             train(model, optimizer, batch)
             step += 1
             told.step(step)

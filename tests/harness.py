@@ -142,7 +142,7 @@ class Job:
         return [line["data"] for line in lines if name in (None, line["name"])]
 
     def incidents(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted((self.run_dir / "incidents").iterdir())]
+        return [json.loads(path.read_text()) for path in sorted((self.run_dir / "incidents").glob("*.json"))]
 
     def processes(self) -> dict[int, str]:
         """Every live process that carries this test's mark in its environment, with its command line."""

@@ -26,7 +26,7 @@ ALONE = Position(rank=0, world_size=1, local_rank=0, local_size=1, node=0, nodes
 
 
 def plan_of(tensors: dict[str, torch.Tensor], volatile: tuple[str, ...] = ()) -> Plan:
-    return plans.plan(tensors, volatile, ALONE, shared=True)
+    return plans.Planner(ALONE, shared=True).plan(tensors, volatile)
 
 
 def content(plan: Plan, data: memoryview, key: str) -> torch.Tensor:

@@ -127,7 +127,7 @@ def test_replicated_tensors_are_kept_once_a_node_and_written_once(
         volatile = {key for key in tensors if chance.random() < 0.2}
         shares = []
         for position in positions(world_size, local_size):
-            plan = plans.plan(tensors, volatile, position, shared)
+            plan = plans.Planner(position, shared).plan(tensors, volatile)
             check_layout(plan, volatile)
             shares.append((position, plan.written, filled(plan)))
         check_world(shares, tensors, shared, f"seed {seed}")
@@ -140,7 +140,7 @@ def test_the_work_is_shared_out_by_bytes() -> None:
     chance = random.Random(5)
     tensors = {f"t{at}": torch.empty(chance.randrange(1, 100) * 1000, dtype=torch.uint8) for at in range(200)}
     total = sum(len(tensor) for tensor in tensors.values())
-    found = [plans.plan(tensors, set(), position, True) for position in positions(8, 4)]
+    found = [plans.Planner(position, True).plan(tensors, set()) for position in positions(8, 4)]
     for plan in found:
         assert abs(sum(piece.size_bytes for piece in plan.pieces) - total / 4) < total / 40
         assert abs(plan.written_bytes - total / 8) < total / 40
@@ -149,7 +149,7 @@ def test_the_work_is_shared_out_by_bytes() -> None:
 def test_small_and_volatile_ones_are_the_first_ranks() -> None:
     tensors = {"step": torch.zeros(()), "small": torch.zeros(SMALL_BYTES // 4), "buffer": torch.zeros(10_000)}
     for position in positions(4, 2):
-        plan = plans.plan(tensors, {"buffer"}, position, True)
+        plan = plans.Planner(position, True).plan(tensors, {"buffer"})
         assert [piece.key for piece in plan.pieces] == (list(tensors) if position.local_rank == 0 else [])
         assert plan.written == (3 if position.rank == 0 else 0)
 
@@ -170,7 +170,7 @@ def test_a_plan_is_made_once_for_a_state_of_one_shape() -> None:
         planner.plan(state(a=torch.randn(3, 4).double()), set()),
         planner.plan(state(c=torch.zeros(1)), set()),
         planner.plan(one, {"a"}),
-        plans.plan(one, set(), positions(2, 1)[0], True),
+        plans.Planner(positions(2, 1)[0], True).plan(one, set()),
     ]
     assert len({id(plan.layout) for plan in [first, *different]}) == 6
     assert len({plan.digest for plan in different[:3]} | {first.digest}) == 4
@@ -194,7 +194,7 @@ def test_a_plan_is_made_once_for_a_state_of_one_shape() -> None:
 )
 def test_what_cannot_be_saved_is_named(make: Callable[[], torch.Tensor], says: str) -> None:
     with pytest.raises(CheckpointError) as raised:
-        plans.plan({"x": make()}, set(), positions(1, 1)[0], True)
+        plans.Planner(positions(1, 1)[0], True).plan({"x": make()}, set())
     assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -318,7 +318,7 @@ def refused(mesh: Any) -> None:
 
     def refuse(tensor: torch.Tensor, says: str) -> None:
         with pytest.raises(CheckpointError) as raised:
-            plans.plan({"x": tensor}, set(), position, True)
+            plans.Planner(position, True).plan({"x": tensor}, set())
         assert says in str(raised.value) and "\n" not in str(raised.value), raised.value
 
     refuse(DTensor.from_local(torch.ones(2), mesh, [Partial()]), "x is a partial sum on each rank")
@@ -338,9 +338,9 @@ def fsdp1(rank: int) -> None:
     ):
         state = model.state_dict()
     with pytest.raises(CheckpointError, match=r"FSDP1.*use fully_shard"):
-        plans.plan(state, set(), positions(2, 1)[rank], True)
+        plans.Planner(positions(2, 1)[rank], True).plan(state, set())
     with pytest.raises(CheckpointError, match=r"FSDP1.*use fully_shard"):
-        plans.plan(dict(model.named_parameters()), set(), positions(2, 1)[rank], True)
+        plans.Planner(positions(2, 1)[rank], True).plan(dict(model.named_parameters()), set())
     plans.check_module(torch.nn.Linear(1, 1))
 
 

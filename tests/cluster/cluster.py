@@ -258,7 +258,7 @@ class Cluster:
         return [line["data"] for line in lines if name in (None, line["name"])]
 
     def incidents(self, i: int) -> list[Line]:
-        return [json.loads(path.read_text()) for path in sorted((self.run_dir(i) / "incidents").iterdir())]
+        return [json.loads(path.read_text()) for path in sorted((self.run_dir(i) / "incidents").glob("*.json"))]
 
     def processes(self, i: int | None = None) -> dict[int, str]:
         """Every live process of a node, or of all, by the mark in its environment, with its command line."""

@@ -251,7 +251,8 @@ class Checkpointer:
 
     def _take(self, moment: Moment, sure: bool = False) -> tuple[int, Future[None]] | None:
         mine = self.rank_state() if self.rank_state is not None else None
-        return self._snapshots.take(self.state, moment, self._courier.slots, mine, sure)
+        with self._waiting() if sure else contextlib.nullcontext():
+            return self._snapshots.take(self.state, moment, self._courier.slots, mine, sure)
 
     def _before_step(self, *_: Any) -> None:
         if os.getpid() == self._pid:
@@ -340,20 +341,25 @@ class Checkpointer:
         raise SystemExit(0)
 
     def _finish(self) -> None:
-        """Wait for what is on its way. A rank that waits for its disk is not hung."""
-        beacon = self._beacon
-        before = beacon.words[PHASE] if beacon is not None else Phase.STARTING
-        if beacon is not None and before in (Phase.TRAINING, Phase.EVALUATING):
-            beacon.enter(Phase.SAVING)
-        else:
-            beacon = None
-        try:
+        """Wait for what is on its way."""
+        with self._waiting():
             for parcel in self._parcels:
                 parcel.delivery.result()
-        finally:
-            if beacon is not None:
-                beacon.leave(Phase.SAVING, before)
         self._hear()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A rank that waits for its disk is not hung."""
+        beacon = self._beacon
+        before = beacon.words[PHASE] if beacon is not None else Phase.STARTING
+        if beacon is None or before not in (Phase.TRAINING, Phase.EVALUATING):
+            yield
+            return
+        beacon.enter(Phase.SAVING)
+        try:
+            yield
+        finally:
+            beacon.leave(Phase.SAVING, before)
 
     def _hear(self) -> None:
         """Take note of how earlier saves ended."""

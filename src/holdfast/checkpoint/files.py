@@ -14,7 +14,6 @@ from holdfast.checkpoint import direct, faultpoints
 
 # Large enough that the calls cost nothing, small enough that the disk starts early and the last fsync has little left.
 WRITE_BYTES = 8 * 1024 * 1024
-READ_BYTES = 8 * 1024 * 1024  # past the page cache, at a time
 
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -68,7 +67,7 @@ def _read_direct(fd: int, at: int, view: memoryview) -> int:
     done = 0
     try:
         while done < size:
-            count = os.preadv(fd, [view[done : min(size, done + READ_BYTES)]], at + done)
+            count = os.preadv(fd, [view[done:size]], at + done)
             done += count
             if count == 0 or count % direct.BLOCK_BYTES:
                 break  # where the file ends

@@ -144,10 +144,6 @@ _DESCRIBES = operator.attrgetter("shape", "dtype", "device", "layout", "__class_
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-def plan(tensors: Mapping[str, torch.Tensor], volatile: Collection[str], position: Position, shared: bool) -> Plan:
-    return Planner(position, shared).plan(tensors, volatile)
-
-
 def check_module(module: torch.nn.Module) -> None:
     """FSDP1's optimizers have plain tensors that differ from rank to rank, which no later look could tell."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
