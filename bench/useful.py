@@ -11,22 +11,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-EPOCH, BATCH, EPOCHS = 64_000, 64, 10_000  # 1000 steps an epoch
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import train_chars
+
+EPOCH, BATCH, EPOCHS = 1000 * train_chars.BATCH, train_chars.BATCH, 10_000  # 1000 steps an epoch
 
 
-class Rows(Dataset[Any]):
-    def __init__(self) -> None:
-        self._rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+class Windows(Dataset[Any]):
+    """Of a file of tokens, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokens = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        self._step = (len(self._tokens) - train_chars.CONTEXT - 1) / EPOCH
 
     def __len__(self) -> int:
         return EPOCH
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._rows[index % 64]
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        at = int(index * self._step)
+        window = self._tokens[at : at + train_chars.CONTEXT + 1].long()
+        return window[:-1], window[1:]
 
 
 class Told:
@@ -49,8 +59,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 256))
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(train_chars.CharModel())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     told = Told(folder, rank)
     if kind == "holdfast":
@@ -59,9 +68,10 @@ def main() -> None:
         by_hand(kind, model, optimizer, told, folder, rank)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-    loss = (model(batch) - batch).square().mean()
-    loss.backward()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return torch.as_tensor(loss)
@@ -72,14 +82,14 @@ def with_holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, told: Told
 
     run = holdfast.init(checkpoints=folder / "checkpoints")
     run.attach(model=model, optimizer=optimizer)
-    for batch in run.batches(Rows(), BATCH, epochs=EPOCHS):
+    for batch in run.batches(Windows(folder / "tokens"), BATCH, epochs=EPOCHS):
         run.step(loss=train(model, optimizer, batch))
         told.step(run.steps_done)
 
 
 def by_hand(kind: str, model: Any, optimizer: Any, told: Told, folder: Path, rank: int) -> None:
     """As the elastic FSDP script does it: a file an epoch, or torch's own asynchronous saves."""
-    dataset = Rows()
+    dataset = Windows(folder / "tokens")
     sampler: Any = DistributedSampler(dataset)
     step = restore(kind, model, optimizer, folder)
     saving: Any = None

@@ -20,20 +20,20 @@ SIZE = 100_000
 
 
 def a_snapshot(
-    url: str, step: int, rank: int = 0, ranks: tuple[int, ...] = (0,), world: str = "w", term: int = 1
+    url: str, step: int, rank: int = 0, ranks: tuple[int, ...] = (0,), world: str = "w", term: int = 1, part: int = 0
 ) -> Snapshot:
     return Snapshot(
         url=url, term=term, generation=0, step=step, epoch=None, rank=rank, world_size=len(ranks), ranks=ranks,
         pieces=(Piece(f"x{rank}", "uint8", (SIZE,), (0,), (SIZE,), 0),), written=1, written_bytes=SIZE,
         own=msgspec.Raw(b"null"), common=msgspec.Raw(b'{"state": {}}' if rank == 0 else b"null"), metrics={},
-        policy=Policy(last=0), world=world,
+        policy=Policy(last=0), world=world, local_size=len(ranks), part=part,
     )  # fmt: skip
 
 
 def fill(slot: Slot, snapshot: Snapshot, complete: bool = True) -> None:
     assert slot.lock()
     data = slot.fill(snapshot, SIZE)
-    data[:] = bytes([snapshot.step % 251]) * SIZE
+    data[:] = bytes([(snapshot.step + snapshot.part) % 251]) * SIZE
     if complete:
         slot.complete()
     slot.unlock()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import tempfile
-import traceback
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -21,7 +19,10 @@ from holdfast.exact.keyed import KeyedDataset, seed_all, seed_of
 from holdfast.exact.modules import Buffers
 from holdfast.exact.trees import Sums
 
-WAIT_S = 60.0
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+
+import worlds
+
 SEED = 3
 
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,42 +30,11 @@ Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def run(size: int, work: Callable[[], Any]) -> list[Any]:
     """What `work()` returns on each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor"])
-    with tempfile.TemporaryDirectory(prefix="holdfast-test-") as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(size)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, size, f"file://{folder}/store", pipes[rank][1], work))
-            for rank in range(size)
-        ]
-        try:
-            for process, (_, theirs) in zip(ranks, pipes, strict=True):
-                process.start()
-                theirs.close()
-            answers = [ours.recv() if ours.poll(WAIT_S) else (False, "no answer") for ours, _ in pipes]
-        finally:
-            for process in ranks:
-                process.join(10)
-                process.kill()
-                process.join()
-    wrong = [f"rank {rank} of {size}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
-    assert not wrong, "\n".join(wrong)
-    return [answer for _, answer in answers]
+    return worlds.run(size, _work, work)
 
 
-def _rank(rank: int, size: int, store: str, pipe: Any, work: Callable[[], Any]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    try:
-        answer = True, work()
-    except BaseException:
-        answer = False, traceback.format_exc()
-    pipe.send(answer)
-    pipe.close()
-    if not answer[0]:
-        os._exit(1)  # the others may wait for this one
-    dist.destroy_process_group()
+def _work(rank: int, size: int, work: Callable[[], Any]) -> Any:
+    return work()
 
 
 class Points(Dataset[Sample]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import sys
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from holdfast.training.gradients import Accumulated, Exact, Weights
-from holdfast.training.units import Cut
+from holdfast.training.units import Cut, Unit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "exact"))
 
@@ -104,7 +106,7 @@ def steps(kind: str) -> list[Gradients]:
     found = []
     for gives, accumulates in itertools.product(GIVES, (False, True)):
         model = wrapped(made(gives), kind)
-        weights = Weights([model], Accumulated([model]) if accumulates else None)
+        weights = Weights([model], Accumulated([model], lambda unit: False) if accumulates else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for count, micro in CASES:
             if (micro is not None) != accumulates:
@@ -138,6 +140,52 @@ def test_the_gradient_is_that_of_the_global_mean(kind: str) -> None:
                 check_same(one, expected[count])
             except AssertionError as failure:
                 raise AssertionError(f"{kind}, a {gives}, {count} samples, micro {micro}: {failure}") from None
+
+
+# -- a step in two halves ---------------------------------------------------------------------------------------------
+
+
+def half(kind: str, exact: bool, done: int, state: bytes | None) -> Any:
+    """Up to the unit that is kept, and what there is then; or on from there, and the gradients."""
+    model = wrapped(made(), kind)
+    cut = Cut(64, dist.get_rank(), dist.get_world_size(), None if exact else 3, 64 if exact else None)
+    halves: list[int] = []
+
+    def keeps(unit: Unit) -> bool:
+        return state is None and unit.closes and unit.done >= 24 and not halves
+
+    sums = Exact([model], seed=0) if exact else Accumulated([model], keeps)
+    weights = Weights([model], sums)
+    if isinstance(sums, Exact):
+        sums.step, sums.count = 5, cut.leaf_count(64)
+    if state is not None:
+        assert cut.can_go_on(64, done)
+        sums.go_on(5, cut.leaf_count(64), torch.load(io.BytesIO(state)))
+    for unit in cut.units(0, 64, done):
+        weights.begin(unit)
+        loss_of(model(samples(unit.begin, unit.end)), "tensor").backward()  # type: ignore[no-untyped-call]
+        if keeps(unit):
+            halves.append(unit.done)
+            whole = pytree.tree_map(lambda one: getattr(one, "full_tensor", lambda: one)(), sums.so_far())
+            torch.save(whole, packed := io.BytesIO())  # a tensor would be in memory that the processes share
+            return unit.done, packed.getvalue()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("ddp", False), ("fsdp", False), ("ddp", True)])
+def test_what_one_world_has_begun_another_one_ends(kind: str, exact: bool) -> None:
+    parts = leafworlds.run(3 if not exact else 2, functools.partial(half, kind, exact, 0, None))
+    done, state = parts[0]
+    assert 24 <= done < 64 and all(part[0] == done for part in parts)
+    assert all(part[1] == state for part in parts)  # the same on all ranks
+    torch.save({"sums": {}, "firsts": []} if exact else {}, nothing := io.BytesIO())
+    [right] = leafworlds.run(1, functools.partial(half, "ddp", exact, 0, nothing.getvalue()))
+    for ranks in (1, 2):
+        for found in leafworlds.run(ranks, functools.partial(half, kind, exact, done, state)):
+            if exact:
+                assert found == right
+            else:
+                check_same(found, right)
 
 
 # -- several modules -------------------------------------------------------------------------------------------------
@@ -199,7 +247,7 @@ def twice(sums: Callable[[nn.Module], Any], cut: Cut) -> str:
 @pytest.mark.parametrize(
     ("sums", "cut"),
     [
-        (lambda model: Accumulated([model]), Cut(BATCH, 0, 1, 4)),
+        (lambda model: Accumulated([model], lambda unit: False), Cut(BATCH, 0, 1, 4)),
         (lambda model: Exact([model], seed=0), Cut(BATCH, 0, 1, None, 8)),
     ],
     ids=["micro", "exact"],

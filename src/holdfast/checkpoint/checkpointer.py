@@ -30,7 +30,7 @@ from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.together import join
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
-from holdfast.worker.beacon import DRAINS, PHASE, Phase
+from holdfast.worker.beacon import DRAINS, Phase
 
 log = logging.getLogger("holdfast")
 
@@ -38,6 +38,7 @@ Metrics = dict[str, float] | Callable[[], dict[str, float]]
 
 EXIT_S = 600.0
 HAND_OVER_S = 5.0
+_TELL = "tell:"
 
 
 class Checkpointer:
@@ -104,6 +105,7 @@ class Checkpointer:
         self.rank_state: Callable[[], Any] | None = None  # plain values that this rank alone has, to be saved too
         self.restored_rank_state: Any = None  # what it had, if there were as many ranks then
         self._stops_when: Callable[[], bool] | None = None
+        self.told: Callable[[str], None] | None = None
         self._pid = os.getpid()
         here = place.current()
         self._beacon = here.beacon if here is not None else None
@@ -158,12 +160,25 @@ class Checkpointer:
                 self._stop(step, epoch, metrics)
             elif due == "save":
                 saves = True
+            elif due.startswith(_TELL):
+                assert self.told is not None
+                self.told(due.removeprefix(_TELL))
             else:
                 self._set_pace(int(due))
         if saves:
             self._save(step, epoch, metrics, sure=epoch is not None)  # of steps some may be skipped, of epochs none is
         elif self._is_snapshot_due(step):
             self._take(Moment(step, None, settings.metrics(metrics), self._own_term(), self._generation))
+
+    def part(self, step: int, part: int) -> None:
+        """Keep, in memory, that the step after this one is done in part. All ranks say so, with the same numbers."""
+        if self._memory_every != 0:
+            self._take(Moment(step, None, {}, self._own_term(), self._generation, part=part))
+
+    def ask(self, what: str) -> None:
+        """Have `told` called with this on all ranks, after the same step. One that asks is enough."""
+        if self._appointments is not None:
+            self._appointments.ask(_TELL + what)
 
     def stops_when(self, asked: Callable[[], bool]) -> None:
         """Ask this at every step whether all ranks are to save and end; one rank that is asked to is enough."""
@@ -347,19 +362,9 @@ class Checkpointer:
                 parcel.delivery.result()
         self._hear()
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """A rank that waits for its disk is not hung."""
-        beacon = self._beacon
-        before = beacon.words[PHASE] if beacon is not None else Phase.STARTING
-        if beacon is None or before not in (Phase.TRAINING, Phase.EVALUATING):
-            yield
-            return
-        beacon.enter(Phase.SAVING)
-        try:
-            yield
-        finally:
-            beacon.leave(Phase.SAVING, before)
+        return self._beacon.within(Phase.SAVING) if self._beacon is not None else contextlib.nullcontext()
 
     def _hear(self) -> None:
         """Take note of how earlier saves ended."""

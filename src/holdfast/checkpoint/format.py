@@ -80,6 +80,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     world: str  # which start of the job this is of: slots of one step and world belong together
     file: str = ""  # "checkpoint_epoch_7.pt" where that is to be made of it, else a step directory
     local_size: int = 1  # how many ranks of that world were on this node
+    part: int = 0  # of the step that comes next: how much of it is done. Such a state stays in memory
 
 
 class Shard(msgspec.Struct, frozen=True):

@@ -110,7 +110,7 @@ class Reading:
     def _candidates(self, slots: Sequence[int], ranks: range | None) -> list[tuple[int, Held]]:
         groups: dict[tuple[str, str, int, int], Held] = {}
         for slot in slots:
-            if (loaded := self._load(slot)) is not None:
+            if (loaded := self._load(slot)) is not None and not loaded[0].part:
                 snapshot = loaded[0]
                 group = groups.setdefault((snapshot.url, snapshot.world, snapshot.term, snapshot.step), {})
                 group[slot] = loaded

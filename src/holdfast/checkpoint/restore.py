@@ -154,20 +154,22 @@ class Restoring:
 
     def _in_memory(self, memory: Slots, known: Sequence[terms.Term], copy: Copy) -> list[Option]:
         """What all ranks of one earlier world on this node have left whole."""
-        groups: dict[tuple[str, int, int], list[tuple[Snapshot, memoryview]]] = {}
+        groups: dict[tuple[int, str, int, int], list[tuple[Snapshot, memoryview]]] = {}
         for snapshot, data in memory:
             here = snapshot.url == self._storage.url
             if here and terms.supersedes(known, snapshot.term, snapshot.step) is None:
-                groups.setdefault((snapshot.world, snapshot.term, snapshot.step), []).append((snapshot, data))
+                of = (snapshot.part, snapshot.world, snapshot.term, snapshot.step)
+                groups.setdefault(of, []).append((snapshot, data))
         return [
-            Option(self._label(term, step), step, "memory", functools.partial(Memory, group, copy))
-            for (_, term, step), group in groups.items()
+            Option(self._label(term, step, part), step, "memory", functools.partial(Memory, group, copy))
+            for (part, _, term, step), group in sorted(groups.items(), reverse=True)
             if len(group) == group[0][0].local_size
         ]
 
-    def _label(self, term: int | None, step: int | None) -> str:
+    def _label(self, term: int | None, step: int | None, part: int = 0) -> str:
         """By which ranks recognise the same state. Where each node has a directory, each has terms of its own."""
-        return f"{term}:{step}" if self._shared else f"step:{step}"
+        label = f"{term}:{step}" if self._shared else f"step:{step}"
+        return f"{label}+{part}" if part else label
 
     # -- trying -------------------------------------------------------------------------------------------------------
 

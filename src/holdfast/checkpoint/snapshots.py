@@ -31,6 +31,7 @@ class Moment(msgspec.Struct, frozen=True):
     term: int
     generation: int
     file: str = ""
+    part: int = 0
 
 
 class Snapshots:
@@ -76,7 +77,7 @@ class Snapshots:
         found = contents.collect(state, self._seen)
         plan = self._planner.plan(found.tensors, found.volatile)
         self._check_alike(plan.digest)
-        index = self._free(used, sure)
+        index = self._free(used, sure, moment.part > 0)
         if index is None:
             return None
         slot = self._slots[index]
@@ -88,7 +89,9 @@ class Snapshots:
         except BaseException:
             slot.unlock()
             raise
-        self._copying, self._newest = copying, index
+        self._copying = copying
+        if not moment.part:
+            self._newest = index
         self._cost_s = time.monotonic() - began_s
         return index, copying
 
@@ -111,10 +114,11 @@ class Snapshots:
             )
         self._agreed = digest
 
-    def _free(self, used: Collection[int], sure: bool) -> int | None:
-        """The one that is not the newest, if it may be. A slot is locked by whoever fills or writes it."""
+    def _free(self, used: Collection[int], sure: bool, partial: bool) -> int | None:
+        """The one that is not the newest, if it may be. A slot is locked by whoever fills or writes it. A part of a
+        step never takes the place of the newest whole one."""
         other = self._own[0] if self._newest == self._own[1] else self._own[1]
-        unused = [index for index in (other, self._newest) if index not in used]
+        unused = [index for index in ((other,) if partial else (other, self._newest)) if index not in used]
         for index in unused:
             if self._slots[index].lock():
                 return index
@@ -154,6 +158,7 @@ class Snapshots:
             world=self._world,
             file=moment.file,
             local_size=position.local_size,
+            part=moment.part,
         )
 
     def before_step(self) -> None:

@@ -30,14 +30,16 @@ class Batches:
         begin: Callable[[Cut, Unit, int], None],
         keys: bool,
         options: dict[str, Any],
+        done: int = 0,
     ) -> None:
+        """`done`: samples of the first step that are in its gradients already."""
         self.sampler = sampler
         self.cut = cut
         self.epochs = epochs
         self.served = False  # all of this rank's units of a step that is not done yet
         self.unit: Unit | None = None  # that was given out last, of a step that is not done yet
         self._begin = begin
-        self._epoch, self._position = sampler.epoch, sampler.position
+        self._epoch, self._position, self._done = sampler.epoch, sampler.position, done
         self._size = sampler.order.size
         if keys:
             dataset = keyed.KeyedDataset(dataset, sampler.order.seed)
@@ -66,17 +68,17 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         while self._epoch < self.epochs:
             order = Order(self._size, self.sampler.order.seed, self._epoch, self.sampler.order.shuffle)
-            self._indices.point(order, self._position)
+            self._indices.point(order, self._position, self._done)
             self._generator.manual_seed(keyed.seed_of(order.seed, self._epoch, "workers"))
             coming = iter(self._loader)
             while self._position < self._size:
                 end = min(self._position + self.cut.batch_size, self._size)
-                for unit in self.cut.units(self._position, end):
+                for unit in self.cut.units(self._position, end, self._done):
                     batch = next(coming)
                     self.unit, self.served = unit, unit.is_last
                     self._begin(self.cut, unit, end - self._position)
                     yield batch
-                self._position = end
+                self._position, self._done = end, 0
             self._epoch, self._position = self._epoch + 1, 0
 
     def commit(self) -> bool:
@@ -95,10 +97,10 @@ class _Indices(Sampler[list[Any]]):
         self._cut = cut
         self._keys = keys  # each index with its epoch, by which its randomness is keyed
         self._order: Order | None = None
-        self._position = 0
+        self._position = self._done = 0
 
-    def point(self, order: Order, position: int) -> None:
-        self._order, self._position = order, position
+    def point(self, order: Order, position: int, done: int) -> None:
+        self._order, self._position, self._done = order, position, done
 
     def __iter__(self) -> Iterator[list[Any]]:
         assert self._order is not None
@@ -106,7 +108,8 @@ class _Indices(Sampler[list[Any]]):
         waiting: list[Unit] = []
         found = 0
         for begin in range(self._position, order.size, size):
-            units = self._cut.units(begin, min(begin + size, order.size))
+            done = self._done if begin == self._position else 0
+            units = self._cut.units(begin, min(begin + size, order.size), done)
             waiting += units
             found += sum(unit.end - unit.begin for unit in units)
             if found >= _AT_ONCE:

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.checkpoint.contents import unwrap
 from holdfast.exact.step import ExactStep
 from holdfast.training.units import Unit
 
@@ -29,6 +31,12 @@ class Sums(Protocol):
 
     def take(self, unit: Unit) -> None:
         """After its backward. After the last one the gradients are those of the whole step."""
+
+    def so_far(self) -> dict[str, Any]:
+        """After a unit that `keeps`: what can be gone on from, at any number of ranks."""
+
+    def go_on(self, step: int, samples: int, state: dict[str, Any]) -> None:
+        """With what another process had so far."""
 
 
 class Weights:
@@ -87,7 +95,9 @@ class Weights:
         assert self._unit is not None
         if self._sums is not None and not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            _queue(
+                lambda: _queue(self._after_backward)
+            )  # after what DDP and FSDP have queued by then: their reductions
         return gradient * self._unit.weight if self._unit.weight != 1.0 else None
 
     def _after_backward(self) -> None:
@@ -103,11 +113,14 @@ class Weights:
 
 
 class Accumulated:
-    """Gradients that are summed in place, unit by unit, and reduced over the ranks with the last one."""
+    """Gradients that are summed in place, unit by unit, and reduced over the ranks with the last one, and with those
+    that are kept: the mean over ranks of what they all have is what they have."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], keeps: Callable[[Unit], bool]) -> None:
         self._modules = list(modules)
-        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        self._keeps = keeps
+        self._names = [f"{at}.{name}" for at, module in enumerate(self._modules) for name, _ in _parameters(module)]
+        self._parameters = [parameter for module in self._modules for _, parameter in _parameters(module)]
         self._away: list[torch.Tensor | None] | None = None
 
     def begin(self, unit: Unit) -> None:
@@ -117,13 +130,23 @@ class Accumulated:
             self._away = None
         for module in self._modules:
             for reduced in _reduces(module):
-                reduced(unit.is_last)
+                reduced(unit.is_last or self._keeps(unit))
 
     def take(self, unit: Unit) -> None:
         if not unit.is_last:
             self._away = [parameter.grad for parameter in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
+
+    def so_far(self) -> dict[str, Any]:
+        pairs = zip(self._names, self._away or (), strict=False)
+        return {name: gradient.detach().clone() for name, gradient in pairs if gradient is not None}
+
+    def go_on(self, step: int, samples: int, state: dict[str, Any]) -> None:
+        self._away = [
+            _as_gradient(parameter, state[name]) if name in state else None
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+        ]
 
 
 class Exact:
@@ -135,10 +158,32 @@ class Exact:
         self.step = self.count = 0
 
     def begin(self, unit: Unit) -> None:
-        self._leaves.begin(self.step, unit.number, self.count)
+        self._leaves.begin(self.step, unit.number, self.count, unit.round)
 
     def take(self, unit: Unit) -> None:
-        self._leaves.take(unit.number if unit.weight else None, unit.is_last)
+        self._leaves.take(unit.number if unit.weight else None, unit.closes, unit.is_last)
+
+    def so_far(self) -> dict[str, Any]:
+        return self._leaves.so_far()
+
+    def go_on(self, step: int, samples: int, state: dict[str, Any]) -> None:
+        self._leaves.go_on(step, samples, state)
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(unwrap(module).named_parameters())
+
+
+def _as_gradient(parameter: nn.Parameter, saved: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return saved.to(parameter.device)
+    if isinstance(saved, DTensor):
+        return saved
+    return distribute_tensor(saved.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from holdfast.checkpoint.contents import unwrap
 from holdfast.checkpoint.restore import Restored
 from holdfast.data.sampler import ElasticSampler
 from holdfast.training import health, held, policy
+from holdfast.training.accumulation import Accumulation
 from holdfast.training.batches import Batches
 from holdfast.training.gradients import Accumulated, Exact, Weights
 from holdfast.training.progress import Progress
@@ -60,8 +61,10 @@ class Loop:
         self._cursors = Cursors()
         self._weights: Weights | None = None
         self._exact: Exact | None = None
+        self._accumulation = Accumulation(self._ask)
         self._active: list[Batches | Stream] = []
         self._losses: list[tuple[float, Any]] = []  # of the step's units so far
+        self._units = 0  # of it, so far
         self._last: Callable[[], dict[str, float]] = dict
         self._progress = Progress(run.generation) if run.rank_zero else None
         self._requests = Requests() if place.current() is None else None
@@ -80,13 +83,14 @@ class Loop:
     def attach(self, state: dict[str, Any]) -> Restored | None:
         if self._checkpointer is not None:
             raise RuntimeError("attach() was called before; name all that is to be kept in one call")
-        if taken := {"data", "progress"} & state.keys():
+        if taken := {"data", "progress", "accumulation"} & state.keys():
             raise ValueError(f"{taken.pop()!r} is a name of Holdfast's own; call it something else")
         options = self._options
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         for value in state.values():
             held.hold(value, lambda: all(batches.served for batches in self._waiting))
-        self.state = {**state, "data": self._cursors, "progress": self._cursors.progress}
+        own = {"data": self._cursors, "progress": self._cursors.progress, "accumulation": self._accumulation}
+        self.state = {**state, **own}
         self._checkpointer = Checkpointer(
             options.checkpoints, self.state, keep=options.keep, keep_best=options.keep_best,
             keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
@@ -95,6 +99,7 @@ class Loop:
         if self._requests is not None:
             self._checkpointer.stops_when(lambda: self._requests is not None and self._requests.stop)
         self._checkpointer.rank_state = self._cursors.own_state
+        self._checkpointer.told = self._accumulation.told
         restored = self._checkpointer.restore()
         if restored is not None:
             self._cursors.begin(restored.step, restored.epoch, self._checkpointer.restored_rank_state)
@@ -131,8 +136,8 @@ class Loop:
         if per_rank:
             self._rescale(batch_size, rule)
         cut = Cut(size, run.rank, run.world_size, micro_batch_size, self._options.leaves if exact else None)
-        self._weigh(exact, micro_batch_size is not None, sampler.order.seed)
-        batches = Batches(dataset, sampler, cut, epochs, self._begin_unit, exact, options)
+        done = self._weigh(exact, cut, sampler)
+        batches = Batches(dataset, sampler, cut, epochs, self._begin_unit, exact, options, done)
         self._active.append(batches)
         return self._through(batches)
 
@@ -162,15 +167,27 @@ class Loop:
             if self._progress is not None:
                 self._progress.end()
 
-    def _weigh(self, exact: bool, accumulates: bool, seed: int) -> None:
+    def _weigh(self, exact: bool, cut: Cut, sampler: ElasticSampler) -> int:
+        """How many samples of the first step are in its gradients already."""
         if self._weights is not None:
             self._weights.close()
         sums: Exact | Accumulated | None = None
         if exact:
-            sums = self._exact = Exact(self.modules, seed)
-        elif accumulates:
-            sums = Accumulated(self.modules)
+            sums = self._exact = Exact(self.modules, sampler.order.seed)
+        elif cut.micro_batch_size is not None:
+            sums = Accumulated(self.modules, self._accumulation.keeps)
         self._weights = Weights(self.modules, sums)
+        if sums is None:
+            return 0
+        samples = min(cut.batch_size, sampler.order.size - sampler.position)
+        done = self._accumulation.go_on(sums, cut, self._cursors.step, samples)
+        if done:
+            self._run.say(f"{done} of the {samples} samples of step {self._cursors.step + 1} are in its gradients")
+        return done
+
+    def _ask(self, what: str) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.ask(what)
 
     def _begin_unit(self, cut: Cut, unit: Unit, samples: int) -> None:
         assert self._weights is not None
@@ -207,7 +224,9 @@ class Loop:
         if loss is not None:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
             self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        self._units += 1
         if any(not batches.served for batches in waiting):
+            self._part(waiting[-1])
             return  # of several units of a step this was not the last
         losses, self._losses = self._losses, []
         self._last = lambda: _metrics(losses, metrics)
@@ -229,6 +248,15 @@ class Loop:
             health.check(options.health_check_s, self._run.world_size)
         saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
         self._checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
+        if self._run.rank_zero and self._units > 1:
+            self._accumulation.step_done(self._units)
+        self._units = 0
+
+    def _part(self, batches: Batches | Stream) -> None:
+        """Of a long step, a part is done."""
+        unit, step, checkpointer = batches.unit, self._cursors.step, self._checkpointer
+        if isinstance(unit, Unit) and checkpointer is not None and self._accumulation.keeps(unit):
+            self._accumulation.keep(unit, batches.samples, lambda part: checkpointer.part(step, part))
 
     @property
     def _waiting(self) -> list[Batches | Stream]:

@@ -12,10 +12,11 @@ the agent if need be. So a heartbeat is a store to memory, and nobody polls.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 MARK = 0x484F4C4446415354  # HOLDFAST
@@ -114,6 +115,19 @@ class Beacon:
         self.enter(back_to)
         if longest_s == 0.0:
             self.poke_if_due(0.0)  # the next of its kind has a limit, which the agent does not know of yet
+
+    @contextlib.contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """A phase inside of training; one inside of another phase is that one's."""
+        before = self.words[PHASE]
+        if before not in (Phase.TRAINING, Phase.EVALUATING):
+            yield
+            return
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.leave(phase, before)
 
     def poke_if_due(self, deadline_s: float) -> None:
         """Wake the agent if it would look too late. It writes when it will look before it reads this area a last time;

@@ -84,14 +84,10 @@ class Phases:
     def _wrap_save(self, original: F) -> F:
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            before = self._beacon.words[PHASE]
-            if not self._trains_here() or before not in (Phase.TRAINING, Phase.EVALUATING):
-                return original(*args, **kwargs)  # the first step has not been done, or this is part of another save
-            self._beacon.enter(Phase.SAVING)
-            try:
+            if not self._trains_here():
                 return original(*args, **kwargs)
-            finally:
-                self._beacon.leave(Phase.SAVING, before)
+            with self._beacon.within(Phase.SAVING):
+                return original(*args, **kwargs)
 
         return save  # type: ignore[return-value]
 
