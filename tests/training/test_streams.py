@@ -97,7 +97,8 @@ def test_an_epoch_ends_with_its_last_step() -> None:
     for _ in found:
         ends.append(found.commit())
     assert ends == [False, False, True]
-    assert found.state_dict() == {"epoch": 1, "batches": 0, "loader": None}
+    state = found.state_dict()
+    assert (state["epoch"], state["batches"]) == (1, 0)
 
 
 def test_a_stream_without_a_batch_is_refused() -> None:

@@ -98,6 +98,15 @@ class Folder:
             files.sync_folder(parent)
             return created
 
+    def replace(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
+        with self._told("writing", name, absent=False), self._parent(name, make=True) as (parent, last):
+            temporary = names.passing(names.TEMPORARY)
+            fd = files.create(temporary, parent, os.O_EXCL)
+            with self._removed_if_failed(temporary, parent):
+                self._fill(fd, parts)
+                os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+            files.sync_folder(parent)
+
     def _fill(self, fd: int, parts: Iterable[memoryview | bytes]) -> None:
         try:
             files.write(fd, parts)

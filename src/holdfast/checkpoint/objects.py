@@ -70,6 +70,9 @@ class Objects:
             else:
                 self.bucket.put(_key(name), whole)
 
+    def replace(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
+        self.write(name, parts)
+
     def create(self, name: str, content: bytes) -> bool:
         with self._told("writing", name, absent=False):
             return self.bucket.create(_key(name), content)

@@ -18,7 +18,7 @@ class StorageError(CheckpointError):
 
 class Storage(Protocol):
     """Names are relative, with `/` between parts. All but `read`, `size` and `names` are durable when they return, and
-    none ever replaces what is there. All raise StorageError; FileNotFoundError for a name that is not there."""
+    only `replace` ever replaces what is there. All raise StorageError; FileNotFoundError for a name not there."""
 
     url: str  # as a person would write it
     readers: int  # how many reads at once are faster than one
@@ -41,6 +41,10 @@ class Storage(Protocol):
 
     def publish(self, name: str, parts: Iterable[memoryview | bytes]) -> bool:
         """As `create`, for a file of any size: it is there whole, or not at all."""
+
+    def replace(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
+        """A file of any size, in the place of what is there: that, or the new one, and at no moment anything else. Who
+        gives the parts may give up by an exception, which comes through."""
 
     def delete(self, name: str) -> None:
         """A file. None there is no error."""

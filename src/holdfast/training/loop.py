@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.contents import unwrap
@@ -122,7 +123,12 @@ class Loop:
             raise RuntimeError("call run.attach(model=..., optimizer=...) before run.batches()")
         run, exact = self._run, self._options.exact
         per_rank, rule = elastic
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        if _is_stream(dataset):
+            if exact or per_rank or micro_batch_size is not None:
+                raise ValueError(
+                    "exact=True, per_rank and micro_batch_size want a dataset with samples by index; a stream has no "
+                    "order to go by"
+                )
             return self._through(self._stream(dataset, batch_size, epochs, options))
         if rule not in policy.RULES:
             raise ValueError(f"lr_rule={rule!r}: one of {', '.join(policy.RULES)} is meant")
@@ -142,8 +148,6 @@ class Loop:
         return self._through(batches)
 
     def _stream(self, source: Any, batch_size: int, epochs: int, options: dict[str, Any]) -> Stream:
-        if self._options.exact:
-            raise ValueError("exact=True wants a dataset with samples by index; a stream has no order to go by")
         each = max(1, batch_size // self._run.world_size)
         stream = Stream(source, each, epochs, self._run.world_size, self._cursors.stream_state(), options)
         self._cursors.streams.append(stream)
@@ -242,7 +246,8 @@ class Loop:
         if self._progress is not None:
             first = waiting[0] if waiting else None
             epoch = f"{min(first.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
-            steps_left = left if waiting else None
+            ends_unseen = any(isinstance(batches, Stream) for batches in waiting) and left  # those are epochs
+            steps_left = left if waiting and not ends_unseen else None
             self._progress.step(step, epoch, lambda: self._last().get("loss"), samples, steps_left)
         if options.health_check_steps and step % options.health_check_steps == 0 and self._run.world_size > 1:
             health.check(options.health_check_s, self._run.world_size)
@@ -279,6 +284,7 @@ class Cursors:
         self.progress = _Progress(self)
         self.streams: list[Stream] = []
         self._own: list[Any] = []
+        self._epochs_of_streams: list[int] = []
         self._epoch = 0
         self._samplers: list[ElasticSampler] = []
         self._saved: list[Mapping[str, Any]] = []
@@ -294,13 +300,20 @@ class Cursors:
         return [stream.state_dict() for stream in self.streams] + self._own[len(self.streams) :]
 
     def stream_state(self) -> Any:
-        """Of the next stream, if there was one."""
-        return self._own[len(self.streams)] if len(self.streams) < len(self._own) else None
+        """Of the next stream, if there was one. With another number of ranks only its epoch is known."""
+        at = len(self.streams)
+        if at < len(self._own):
+            return self._own[at]
+        if at < len(self._epochs_of_streams):
+            return Stream.begins(self._epochs_of_streams[at])
+        return Stream.begins(self._epoch) if self._epoch and not self._saved else None
 
     @property
     def epochs(self) -> int:
         if self._samplers:
             return self._samplers[0].epoch
+        if self.streams or self._epochs_of_streams:
+            return self.streams[0].epoch if self.streams else self._epochs_of_streams[0]
         return int(self._saved[0]["epoch"]) if self._saved else self._epoch
 
     def adopt(self, sampler: ElasticSampler) -> None:
@@ -313,10 +326,14 @@ class Cursors:
 
     def state_dict(self) -> dict[str, Any]:
         states: list[Mapping[str, Any]] = [sampler.state_dict() for sampler in self._samplers]
-        return {"samplers": states + list(self._saved[len(states) :])}
+        streams = [stream.epoch for stream in self.streams]
+        return {
+            "samplers": states + list(self._saved[len(states) :]),
+            "streams": streams + self._epochs_of_streams[len(streams) :],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved = list(state["samplers"])
+        self._saved, self._epochs_of_streams = list(state["samplers"]), list(state.get("streams", ()))
         for sampler, saved in zip(self._samplers, self._saved, strict=False):
             sampler.load_state_dict(saved)
 
@@ -330,6 +347,12 @@ class _Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._cursors.step, self._cursors.world_size = state["step"], state["world_size"]
+
+
+def _is_stream(data: Any) -> bool:
+    """An iterable dataset may know its length, and has torch's `__getitem__`, which is of no use."""
+    has_samples = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, IterableDataset) or not has_samples
 
 
 def _metrics(losses: list[tuple[float, Any]], others: dict[str, Any]) -> dict[str, float]:
