@@ -74,18 +74,9 @@ def train(mode: str, steps: int, batch: int, out: Path) -> None:
     import holdfast
 
     example: Any = importlib.import_module("train_chars")
-    context = example.CONTEXT
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    text = example.read_text()
-
-    class Windows(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return int(len(text) - context - 1)
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.as_tensor(text[index : index + context + 1])
-
+    dataset = example.windows(example.encode(example.read_text([])), steps * batch)
     run = holdfast.init(exact=mode == "exact", save_epochs=0, memory_every=0, health_check_steps=0)
     model = DistributedDataParallel(example.CharModel())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -93,8 +84,8 @@ def train(mode: str, steps: int, batch: int, out: Path) -> None:
     times_s: list[float] = []
     began_s = time.perf_counter()
     done = before = 0
-    for rows in run.batches(Windows(), batch, epochs=1):
-        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    for inputs, targets in run.batches(dataset, batch, epochs=1):
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -103,8 +94,6 @@ def train(mode: str, steps: int, batch: int, out: Path) -> None:
         if done > before:
             times_s.append(time.perf_counter() - began_s)
             began_s, before = time.perf_counter(), done
-        if done == steps:
-            break
     if run.rank_zero:
         out.write_text(json.dumps(times_s[5:]))
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN = Path(__file__).resolve().with_name("train_chars.py")
-STEPS, SAVE_EVERY = 440, 50
+STEPS, BATCH, SAVE_EVERY = 440, 32, 50  # the batch is the script's
 KILLED_RANK, KILLED_AT_STEP = 1, 215
 BAR_CHARACTERS = 30
 PHASES = {
@@ -31,7 +31,8 @@ def main() -> int:
         logs = Path(folder, "logs")
         command = [sys.executable, "-m", "holdfast", "run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
         command += ["--log-dir", str(logs), str(TRAIN), "--checkpoint-dir", str(Path(folder, "checkpoints"))]
-        command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+        command += ["--text", str(copy_text(Path(folder, "text")))]
+        command += ["--samples", str(STEPS * BATCH), "--save-every", str(SAVE_EVERY)]
         command += ["--kill-rank", str(KILLED_RANK), "--kill-at-step", str(KILLED_AT_STEP)]
         code, stopped = run(command)
         ended, incidents = read_records(logs)
@@ -44,6 +45,14 @@ def main() -> int:
         return code or 1
     print("\n" + "\n".join(tell(ended, incidents)), flush=True)
     return code
+
+
+def copy_text(to: Path) -> Path:
+    """As it is now: who edits a file meanwhile changes the data, and an epoch of other data is refused."""
+    root = TRAIN.parent.parent
+    files = sorted([*root.glob("README.md"), *root.glob("docs/*.md"), *root.glob("src/**/*.py")])
+    to.write_text("".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8")
+    return to
 
 
 def run(command: list[str]) -> tuple[int, bool]:
@@ -84,14 +93,16 @@ def tell(ended: dict[str, Any], incidents: list[dict[str, Any]]) -> list[str]:
     for incident in incidents:
         who = "" if incident["rank"] is None else f"rank {incident['rank']} "
         lines.append(f"  incident {incident['number']}    {who}{incident['headline']} after step {incident['steps']}")
-    again = f"{ended['steps'] - STEPS} since the last snapshot were done again"
-    lines.append(f"  steps         {ended['steps']} done for {STEPS} of training; {again}")
+    again = ended["steps"] - STEPS
+    told = f"{again} since the last snapshot were done again" if again else "none had to be done again"
+    lines.append(f"  steps         {ended['steps']} done for {STEPS} of training; {told}")
     lines.append(f"  time lost     {1000 * lost_s:.0f} ms of {ended['wall_s']:.1f} s, {share:.1f} %; it went to")
     totals_s = {name: sum(incident["phases_s"].get(name, 0.0) for incident in incidents) for name in PHASES}
     longest_s = max(totals_s.values()) or 1.0
     for name, spent_s in totals_s.items():
         bar = "#" * round(BAR_CHARACTERS * spent_s / longest_s)
         lines.append(f"    {name:10} {1000 * spent_s:4.0f} ms  {bar:{BAR_CHARACTERS}} {PHASES[name]}")
+    lines.append("  records       deleted with the demo's own folder; those of your jobs stay")
     return lines
 
 

@@ -201,7 +201,7 @@ def test_gpus_are_divided_and_waited_for() -> None:
 
 def test_limits_of_time() -> None:
     flow = running(group(), run_timeout_s=100.0)
-    assert deciding.next_s(flow.workflow, flow.stands) == 100.0
+    assert deciding.next_s(flow.workflow, flow.stands, 0.0) == 100.0
     flow.now_s = 100.0
     assert [type(action) for action in flow.tell(Tick())] == [Stop] * 3
     flow.stop_those_told()

@@ -31,6 +31,7 @@ from holdfast.checkpoint.together import join
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
 from holdfast.worker.beacon import DRAINS, Phase
+from holdfast.worker.saying import say
 
 log = logging.getLogger("holdfast")
 
@@ -138,7 +139,7 @@ class Checkpointer:
         self._begin_term(restored.step)
         if self._together.rank == 0:
             epoch = f", epoch {restored.epoch}" if restored.epoch is not None else ""
-            _say(f"goes on from step {restored.step}{epoch} ({restored.name})")
+            say(f"goes on from step {restored.step}{epoch} ({restored.name})")
         return restored
 
     def step(self, step: int, *, epoch: int | None = None, metrics: Metrics | None = None) -> None:
@@ -295,7 +296,7 @@ class Checkpointer:
         if self._together.rank == 0 and not self._told_pace:
             self._told_pace = True
             cost = 100 * self._pace.snapshot_s / max(1e-9, every * self._pace.step_s)
-            _say(
+            say(
                 f"a snapshot in memory every {every} steps: {1e3 * self._pace.snapshot_s:.1f} ms each, {cost:.2f} % of "
                 "the time"
             )
@@ -349,10 +350,10 @@ class Checkpointer:
         try:
             self.save(step, epoch=epoch, metrics=metrics, blocking=True)
         except CheckpointError as failure:
-            _say(f"stops after step {step} without a save: {failure}")
+            say(f"stops after step {step} without a save: {failure}")
             raise SystemExit(1) from None
         if self._together.rank == 0:
-            _say(f"was asked to stop, and saved step {step}")
+            say(f"was asked to stop, and saved step {step}")
         raise SystemExit(0)
 
     def _finish(self) -> None:
@@ -407,7 +408,3 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)

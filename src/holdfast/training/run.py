@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from holdfast.training import health
 from holdfast.worker import place
 from holdfast.worker.beacon import PHASE, Phase
+from holdfast.worker.saying import say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.restore import Restored
@@ -124,7 +124,7 @@ class Run:
     def say(self, text: str) -> None:
         """On one rank for all."""
         if self.rank_zero:
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     @property
     def _training(self) -> Loop:

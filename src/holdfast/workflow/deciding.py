@@ -143,19 +143,19 @@ def exit_code(workflow: Workflow, stands: Standing) -> int:
     return 1
 
 
-def next_s(workflow: Workflow, stands: Standing) -> float | None:
-    """When a Tick is due."""
+def next_s(workflow: Workflow, stands: Standing, now_s: float) -> float | None:
+    """When a Tick is due. What was due before has been seen to, or waits for something else than time."""
     found = []
     for group in workflow.groups:
         at = stands.groups[group.name]
         if at.state in ENDED:
             continue
         if at.queued_s is not None:
-            found.append(max(at.not_before_s, at.queued_s))
+            found.append(at.not_before_s)
             found.append(at.queued_s + workflow.queue_timeout_s)
         if at.started_s is not None:
             found.append(at.started_s + workflow.run_timeout_s)
-    return min(found, default=None)
+    return min((at_s for at_s in found if at_s > now_s), default=None)
 
 
 class _Deciding:

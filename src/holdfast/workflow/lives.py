@@ -1,0 +1,166 @@
+"""One life of a task on this machine: its folder, its processes, and what is left of them.
+
+Nobody has to be there while it runs: a shell waits for the task and writes its exit code down. Whoever comes later
+finds it by the number and the start time of that shell, which writes these itself, once: of two who would start the
+same life, one does.
+
+    tasks/<task>/<attempt>/
+      tmp/                     what the task sees as /tmp
+      tmp/.holdfast/inputs/N   what was fetched
+      tmp/.holdfast/output
+      stdout, stderr
+      pid          of the shell, as soon as it runs
+      exit         the code, when all is over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast import linux
+
+# The first process of the task's own namespace: whatever it leaves behind ends with it. The first process of a
+# namespace gets no signal that it has no handler for, so the task itself is its child.
+_FIRST = """
+setsid "$@" &
+child=$!
+trap 'kill -TERM -$child 2>/dev/null' TERM
+wait $child; code=$?
+while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+exit $code
+"""
+
+# $1: the life's folder. The rest is the command. With noclobber the first to write `pid` is the one who runs.
+_SHELL = """
+cd "$1" || exit 1
+set -C
+{ echo "$$ $(cut -d' ' -f22 /proc/$$/stat)" > pid; } 2>/dev/null || exit 0
+set +C
+exec >/dev/null
+shift
+"$@" </dev/null >stdout 2>stderr &
+child=$!
+trap 'kill -TERM $child 2>/dev/null' TERM
+wait $child; code=$?
+while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+echo $code > exit.part && mv exit.part exit
+"""
+
+
+class Life:
+    def __init__(self, folder: Path, private: bool) -> None:
+        """`private`: the kernel lets it have processes and a /tmp of its own."""
+        self.folder = folder
+        self.private = private
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    def make(self) -> None:
+        """A fresh folder. What an earlier try to prepare it has left is of no use."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        for name in ("inputs", "output"):
+            (self.folder / "tmp" / ".holdfast" / name).mkdir(parents=True)
+
+    def path(self, seen: str) -> Path:
+        """Where a path that the task sees is: below /tmp, in its own folder, where it has one."""
+        if self.private and (seen == "/tmp" or seen.startswith("/tmp/")):
+            return self.folder / seen.lstrip("/")
+        return Path(seen)
+
+    def own(self, name: str) -> str:
+        """As the task sees a folder of ours."""
+        return f"/tmp/.holdfast/{name}" if self.private else str(self.folder / "tmp" / ".holdfast" / name)
+
+    def put(self, seen: str, content: bytes) -> None:
+        path = self.path(seen)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Returns when it has begun, here or by somebody else."""
+        inner = ["sh", "-c", _FIRST, "task", *command]
+        if self.private:
+            mounts = f'mount --bind {shlex.quote(str(self.folder / "tmp"))} /tmp && exec "$@"'
+            inner = [
+                "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private",
+                "sh", "-c", mounts, "mount", *inner,
+            ]  # fmt: skip
+        shell = subprocess.Popen(
+            ["sh", "-c", _SHELL, "life", str(self.folder), *inner],
+            env=dict(environment),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert shell.stdout is not None
+        with shell.stdout as pipe:
+            pipe.read()  # which it closes when it has said who it is
+        return shell
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    def pid(self) -> int | None:
+        """Of its shell, if it is still that one."""
+        try:
+            number, start = (self.folder / "pid").read_text().split()
+            fields = linux.read(f"/proc/{number}/stat").rpartition(")")[2].split()
+        except (OSError, ValueError, IndexError):
+            return None
+        return int(number) if fields[19] == start and fields[0] not in "ZX" else None
+
+    @property
+    def has_begun(self) -> bool:
+        return (self.folder / "pid").exists()
+
+    def ask(self) -> None:
+        """It to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """All of it. Its shell stays, to write down how it ended."""
+        if (pid := self.pid()) is None:
+            return
+        for child in _below(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+    def _signal(self, signum: int) -> None:
+        if (pid := self.pid()) is not None:
+            for child in linux.children(pid):
+                for first in linux.children(child) if self.private else [child]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(first, signum)
+
+    # -- after --------------------------------------------------------------------------------------------------------
+
+    def code(self) -> int | None:
+        """None: nobody has written it down, because even its shell was killed."""
+        try:
+            return int((self.folder / "exit").read_text())
+        except (OSError, ValueError):
+            return None
+
+
+def _below(pid: int) -> list[int]:
+    """All processes that came of it, the last first."""
+    found: list[int] = []
+    for child in linux.children(pid):
+        found += [*_below(child), child]
+    return found
+
+
+def can_be_private() -> bool:
+    """Whether this machine lets us make namespaces."""
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False
+    )
+    return done.returncode == 0
