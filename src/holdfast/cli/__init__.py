@@ -10,6 +10,7 @@ _COMMANDS = {
     "nodes": "show the nodes of a running job, or take back one that was set aside",
     "stacks": "show what the ranks of a running job are doing, and whom the others wait for",
     "checkpoint": "list, verify, export, pin or remove what training has saved",
+    "workflow": "run the tasks of a workflow file, and reschedule those that fail for reasons that this can cure",
     "simulate": "try the control plane against simulated disasters, from a seed",
 }
 

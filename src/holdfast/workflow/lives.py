@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import select
 import shlex
 import shutil
 import signal
@@ -54,6 +56,10 @@ echo $code > exit.part && mv exit.part exit
 """
 
 
+MARK = "HOLDFAST_LIFE"  # in the environment of all that comes of one
+_TMP = re.compile(r"(?<![\w/.-])/tmp(?![\w.-])")
+
+
 class Life:
     def __init__(self, folder: Path, private: bool) -> None:
         """`private`: the kernel lets it have processes and a /tmp of its own."""
@@ -70,14 +76,18 @@ class Life:
             (self.folder / "tmp" / ".holdfast" / name).mkdir(parents=True)
 
     def path(self, seen: str) -> Path:
-        """Where a path that the task sees is: below /tmp, in its own folder, where it has one."""
-        if self.private and (seen == "/tmp" or seen.startswith("/tmp/")):
+        """Where a path that the task sees is: below /tmp, in its own folder."""
+        if seen == "/tmp" or seen.startswith("/tmp/"):
             return self.folder / seen.lstrip("/")
         return Path(seen)
 
+    def text(self, text: str) -> str:
+        """What the task is given to read. Without a /tmp of its own, its folder is named instead."""
+        return text if self.private else _TMP.sub(str(self.folder / "tmp"), text)
+
     def own(self, name: str) -> str:
         """As the task sees a folder of ours."""
-        return f"/tmp/.holdfast/{name}" if self.private else str(self.folder / "tmp" / ".holdfast" / name)
+        return self.text(f"/tmp/.holdfast/{name}")
 
     def put(self, seen: str, content: bytes) -> None:
         path = self.path(seen)
@@ -95,7 +105,7 @@ class Life:
             ]  # fmt: skip
         shell = subprocess.Popen(
             ["sh", "-c", _SHELL, "life", str(self.folder), *inner],
-            env=dict(environment),
+            env={**environment, MARK: str(self.folder)},
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -105,6 +115,16 @@ class Life:
         with shell.stdout as pipe:
             pipe.read()  # which it closes when it has said who it is
         return shell
+
+    def forbid(self) -> bool:
+        """Nobody may begin it any more. False if it has begun."""
+        try:
+            os.close(os.open(self.folder / "pid", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            pass  # not even its folder is there
+        return True
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
@@ -142,6 +162,17 @@ class Life:
 
     # -- after --------------------------------------------------------------------------------------------------------
 
+    def sweep(self) -> None:
+        """End what is left of it: what has left its tree where that has no namespace, or all of it where its shell was
+        killed. They know whose they are."""
+        mark = f"{MARK}={self.folder}".encode()
+        while left := [pid for pid in _processes() if mark in _environment(pid).split(b"\0")]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                _wait_for(pid)
+
     def code(self) -> int | None:
         """None: nobody has written it down, because even its shell was killed."""
         try:
@@ -156,6 +187,27 @@ def _below(pid: int) -> list[int]:
     for child in linux.children(pid):
         found += [*_below(child), child]
     return found
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _wait_for(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            select.select([fd], [], [], 10.0)
+        finally:
+            os.close(fd)
 
 
 def can_be_private() -> bool:

@@ -23,21 +23,39 @@ from holdfast.workflow import deciding, templates, transfers
 from holdfast.workflow.deciding import Action, Begin, Ended, Event, Prepare, Prepared, Progressed, Stop, Tick
 from holdfast.workflow.lives import Life
 from holdfast.workflow.spec import Task, Workflow
-from holdfast.workflow.standing import PREPARING, READY, RUNNING, STOPPING, Node, Standing
+from holdfast.workflow.standing import PREPARING, RUNNING, STOPPING, Node, Standing
 
 GRACE_S = 10.0
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # of transfers that fail; the last again and again
 
 
-class Record(msgspec.Struct):
-    """The file of a workflow."""
+class Submitted(msgspec.Struct, frozen=True):
+    """What was asked for: `workflow.json`, which never changes."""
 
     id: str
     workflow: Workflow
     nodes: tuple[Node, ...]
     private: bool
-    submitted: str
+    at: str
+
+
+class Record(msgspec.Struct):
+    """All of a workflow. How it stands is in `standing.json`."""
+
+    submitted: Submitted
     standing: Standing
+
+    @property
+    def id(self) -> str:
+        return self.submitted.id
+
+    @property
+    def workflow(self) -> Workflow:
+        return self.submitted.workflow
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.submitted.nodes
 
 
 class Runner:
@@ -46,6 +64,7 @@ class Runner:
         self._changed, self._say = changed, say
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._works: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
         self._begun: dict[tuple[str, int], asyncio.Event] = {}
         self._shells: list[subprocess.Popen[bytes]] = []
         self._uploads: dict[tuple[str, int], list[transfers.Upload]] = {}
@@ -56,11 +75,13 @@ class Runner:
     async def run(self) -> int:
         self._find_again()
         self._events.put_nowait(Tick())
-        while True:
-            event = await self._next()
-            self._decide(event)
-            if deciding.is_over(self._record.standing):
-                break
+        while not deciding.is_over(self._record.standing):
+            events = [await self._next()]
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            if self._failed is not None:
+                raise self._failed
+            self._decide(events)
         for work in self._works:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
@@ -78,14 +99,18 @@ class Runner:
         except TimeoutError:
             return Tick()
 
-    def _decide(self, event: Event) -> None:
-        record = self._record
-        stands, actions = deciding.decide(record.workflow, record.standing, self._now_s(), event, record.nodes)
-        if stands != record.standing:
+    def _decide(self, events: list[Event]) -> None:
+        """What several lead to is written down once."""
+        record, before = self._record, self._record.standing
+        due: list[Action] = []
+        for event in events:
+            stands, actions = deciding.decide(record.workflow, record.standing, self._now_s(), event, record.nodes)
             record.standing = stands
-            save(self._folder, record)
-            self._changed(stands)
-        for action in actions:
+            due += actions
+        if record.standing != before:
+            save(self._folder, record.standing)
+            self._changed(record.standing)
+        for action in due:
             self._do(action)
 
     def _now_s(self) -> float:
@@ -96,13 +121,13 @@ class Runner:
         for name, task in self._record.standing.tasks.items():
             if task.state == PREPARING:
                 self._do(Prepare(name, task.attempt, task.node, task.gpus))
+            elif task.state == STOPPING and self._life(name, task.attempt).forbid():
+                self._tell(Ended(name, task.attempt, 143, "stopped before it began"))
             elif task.state in (RUNNING, STOPPING):
                 self._begun[name, task.attempt] = asyncio.Event()
                 self._work(self._live(self._task(name), task.attempt))
                 if task.state == STOPPING:
                     self._do(Stop(name, task.attempt, task.why))
-            elif task.state == READY:
-                continue  # it begins with the others
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
@@ -119,7 +144,13 @@ class Runner:
     def _work(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._works.add(task)
-        task.add_done_callback(self._works.discard)
+        task.add_done_callback(self._worked)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._works.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = task.exception()  # a mistake of ours; tasks go on, and another runner may do better
+            self._events.put_nowait(Tick())
 
     async def _prepare(self, task: Task, attempt: int) -> None:
         life = self._life(task.name, attempt)
@@ -134,11 +165,11 @@ class Runner:
         life.make()
         known = self._known(task, life)
         for at, given in enumerate(task.inputs):
-            url = given.url or f"file://{self._folder / 'outputs' / given.task}"
-            transfers.fetch(url, life.path(life.own(f"inputs/{at}")), given.regex)
+            url = given.url or self._output_url(given.task)
+            transfers.fetch(url, life.path(f"/tmp/.holdfast/inputs/{at}"), given.regex)
         for file in task.files:
             if file.contents is not None:
-                life.put(file.path, templates.fill(file.contents, known).encode())
+                life.put(file.path, templates.fill(life.text(file.contents), known).encode())
             else:
                 assert file.local is not None
                 life.put(file.path, Path(file.local).read_bytes())
@@ -149,7 +180,7 @@ class Runner:
         if life.code() is None:
             if not life.has_begun:
                 known = self._known(task, life)
-                command = [templates.fill(text, known) for text in (*task.command, *task.args)]
+                command = [templates.fill(life.text(text), known) for text in (*task.command, *task.args)]
                 environment = self._environment(task, attempt, known)
                 self._shells.append(await asyncio.to_thread(life.start, command, environment))
             self._begun[task.name, attempt].set()
@@ -159,9 +190,15 @@ class Runner:
             uploading.cancel()
             await asyncio.gather(uploading, return_exceptions=True)
         self._begun[task.name, attempt].set()
-        code = life.code()
-        await self._upload_last(task, attempt)
-        self._tell(Ended(task.name, attempt, code, "" if code is not None else "all of it was killed"))
+        code, text = life.code(), ""
+        if code is None or not life.private:
+            await asyncio.to_thread(life.sweep)
+        if code is None:
+            text = "all of it was killed"
+        await self._upload_checkpoints(task, attempt)
+        if failed := await self._upload_output(task, attempt):
+            code, text = None, f"its output could not be uploaded: {failed}"
+        self._tell(Ended(task.name, attempt, code, text))
 
     def _reap(self) -> None:
         self._shells = [shell for shell in self._shells if shell.poll() is None]
@@ -203,16 +240,37 @@ class Runner:
             await asyncio.sleep(wait_s)
             failed = 0 if await self._upload(task, attempt, at, last=False) else failed + 1
 
-    async def _upload_last(self, task: Task, attempt: int) -> None:
+    async def _upload_checkpoints(self, task: Task, attempt: int) -> None:
         """Whoever comes next begins with this, so it is worth some time."""
         for at in range(len(task.checkpoints)):
             for wait_s in RETRY_S:
                 if await self._upload(task, attempt, at, last=True):
                     break
                 await asyncio.sleep(wait_s)
-        life = self._life(task.name, attempt)
-        for output in task.outputs:
-            await asyncio.to_thread(transfers.Upload(life.path(life.own("output")), output.url, output.regex).run, True)
+
+    async def _upload_output(self, task: Task, attempt: int) -> str:
+        """What went wrong, or ''."""
+        output = self._life(task.name, attempt).path("/tmp/.holdfast/output")
+        places = [(given.url, given.regex) for given in task.outputs]
+        if any(task.name in group.after for group in self._record.workflow.groups):
+            places.append((self._output_url(task.name), ""))
+        failed = ""
+        for url, regex in places:
+            for wait_s in RETRY_S:
+                try:
+                    await asyncio.to_thread(_upload_once, output, url, regex)
+                    break
+                except (OSError, CheckpointError) as failure:
+                    failed = str(failure)
+                    self._say(f"{task.name}: its output could not be uploaded, and is tried again: {failed}")
+                    await asyncio.sleep(wait_s)
+            else:
+                return failed
+        return ""
+
+    def _output_url(self, task: str) -> str:
+        """Where others find what it has made."""
+        return f"file://{self._folder}/outputs/{task}"
 
     async def _upload(self, task: Task, attempt: int, at: int, last: bool) -> bool:
         uploads = self._uploads.setdefault((task.name, attempt), self._uploads_of(task, attempt))
@@ -263,21 +321,27 @@ class Runner:
         return self._record.workflow.task(name)
 
     def _life(self, name: str, attempt: int) -> Life:
-        return Life(self._folder / "tasks" / name / str(attempt), self._record.private)
+        return Life(self._folder / "tasks" / name / str(attempt), self._record.submitted.private)
 
     def _tell(self, event: Event) -> None:
         self._events.put_nowait(event)
 
 
-def save(folder: Path, record: Record) -> None:
+def _upload_once(folder: Path, url: str, regex: str) -> None:
+    transfers.Upload(folder, url, regex).run(writers_gone=True)
+
+
+def save(folder: Path, what: Submitted | Standing) -> None:
     """Whole or not at all, and on disk: what follows is done because of it."""
-    path = folder / "workflow.json"
+    path = folder / ("standing.json" if isinstance(what, Standing) else "workflow.json")
     with open(path.with_suffix(".part"), "wb") as file:
-        file.write(msgspec.json.encode(record))
+        file.write(msgspec.json.encode(what))
         file.flush()
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".part"), path)
 
 
 def load(folder: Path) -> Record:
-    return msgspec.json.decode((folder / "workflow.json").read_bytes(), type=Record)
+    submitted = msgspec.json.decode((folder / "workflow.json").read_bytes(), type=Submitted)
+    standing = msgspec.json.decode((folder / "standing.json").read_bytes(), type=Standing)
+    return Record(submitted, standing)

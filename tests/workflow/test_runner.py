@@ -1,0 +1,298 @@
+"""Workflows on this machine, with real processes: what the commands of `holdfast workflow` do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAIT_S = 40.0
+
+
+class Here:
+    """A folder with a workflow file, and workflows of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "HOLDFAST_WORKFLOWS": str(folder / "workflows"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.said = Path(tempfile.mkdtemp(dir="/var/tmp", prefix="holdfast-test-"), "said")  # tasks see no /tmp of ours
+        self._started: list[subprocess.Popen[str]] = []
+
+    def file(self, text: str) -> Path:
+        path = self.folder / "flow.yaml"
+        path.write_text(textwrap.dedent(text).replace("UP", f"file://{self.folder}/up"))
+        return path
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "holdfast", "workflow", *args]
+        process = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._started.append(process)
+        return process
+
+    def run(self, *args: str) -> tuple[int, str, str]:
+        process = self.start(*args)
+        out, err = process.communicate(timeout=WAIT_S)
+        return process.returncode, out, err
+
+    def status(self, identity: str = "") -> dict[str, Any]:
+        code, out, err = self.run("status", "--json", *([identity] if identity else []))
+        assert code == 0, err
+        return json.loads(out)  # type: ignore[no-any-return]
+
+    def until(self, wanted: str) -> str:
+        """The text of a file that tasks write, once it has that."""
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            text = self.said.read_text() if self.said.exists() else ""
+            if wanted in text:
+                return text
+            time.sleep(0.01)
+        raise AssertionError(f"{wanted!r} was never said")
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        left = [
+            int(entry)
+            for entry in os.listdir("/proc")
+            if entry.isdigit() and str(self.folder).encode() in _environ(int(entry))
+        ]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.said.parent)
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Here]:
+    here = Here(tmp_path)
+    yield here
+    here.end()
+
+
+def test_a_task_that_is_rescheduled_goes_on_from_its_checkpoint_on_another_node(here: Here) -> None:
+    path = here.file("""
+        workflow:
+          name: train
+          groups:
+          - name: g
+            ignoreNonleadStatus: false
+            tasks:
+            - name: master
+              lead: true
+              command: [bash, /tmp/run.sh]
+              inputs: [{url: UP/models}]
+              checkpoint: [{path: /tmp/models, url: UP, frequency: 100ms}]
+              files:
+              - path: /tmp/run.sh
+                contents: |
+                  mkdir -p /tmp/models
+                  ls /tmp/marker 2>/dev/null && exit 9
+                  touch /tmp/marker
+                  [ -f {{input:0}}/steps ] && cp {{input:0}}/steps /tmp/models/steps
+                  for i in 1 2 3; do
+                    echo "$HOLDFAST_ATTEMPT on $HOLDFAST_NODE at {{host:worker}}" >> /tmp/models/steps.part
+                    cat /tmp/models/steps.part >> /tmp/models/steps
+                    rm /tmp/models/steps.part
+                    sleep 0.3
+                  done
+                  [ $HOLDFAST_ATTEMPT = 2 ]
+            - name: worker
+              command: [bash, -c]
+              args: ["sleep 0.5; [ $HOLDFAST_ATTEMPT = 1 ] && exit 3; sleep 100"]
+              exitActions: {RESCHEDULE: 3}
+    """)
+    code, out, err = here.run("submit", str(path), "--nodes", "3")
+    assert code == 0, out + err
+    assert "worker waiting on node-2, attempt 1: rescheduled: exit code 3" in out
+    assert "train-1: completed; 2 completed; 1 reschedule" in out
+    status = here.status()
+    assert status["tasks"]["worker"]["node"] == "node-3" and status["tasks"]["master"]["node"] == "node-1"
+    assert [status["tasks"][name]["attempt"] for name in ("master", "worker")] == [2, 2]
+    assert "node-2" in status["nodes_set_aside"] and status["exit_code"] == 0
+    steps = (here.folder / "up" / "models" / "steps").read_text().splitlines()
+    first = [line for line in steps if line.startswith("1 on node-1 at 127.1.0.3")]
+    assert 1 <= len(first) <= 3 and steps[len(first) :] == ["2 on node-1 at 127.1.0.3"] * 3
+    assert not (Path("/tmp") / "marker").exists()
+
+
+def test_exit_codes_and_logs(here: Here) -> None:
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - {name: good, command: [bash, -c], args: ["echo said; echo wrong >&2; exit 15"], exitActions: {COMPLETE: 15}}
+          - {name: bad, command: [bash, -c], args: ["exit 7"]}
+          - {name: after, command: ["true"], inputs: [{task: bad}]}
+    """)
+    code, out, _ = here.run("submit", str(path))
+    assert code == 7 and "1 completed" in out and "2 failed" in out
+    assert here.run("logs", "w-1", "good") == (0, "said\n", "wrong\n")
+    code, _, err = here.run("logs", "w-1", "nobody")
+    assert code == 1 and err == "holdfast workflow: w-1 has no task 'nobody': good, bad, after\n"
+    assert here.run("ls")[1].startswith("w-1: failed; ")
+
+
+def test_outputs_are_inputs_of_others(here: Here) -> None:
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - {name: one, command: [bash, -c], args: ["echo hello > {{output}}/a"], outputs: [{url: UP/out}]}
+          - name: two
+            command: [bash, -c, "cat {{input:one}}/a {{input:1}}/a"]
+            inputs: [{task: one}, {url: UP/out}]
+    """)
+    code, out, err = here.run("submit", str(path))
+    assert code == 0, out + err
+    assert here.run("logs", "w-1", "two")[1] == "hello\nhello\n"
+
+
+SLEEPS = """
+    workflow:
+      name: w
+      tasks:
+      - name: a
+        command: [bash, -c]
+        args: ["echo begun $HOLDFAST_ATTEMPT $$ >> {SAID}; setsid sleep 300 & sleep 2; echo done >> {SAID}"]
+"""
+
+
+def test_a_runner_that_is_killed_is_started_again_and_nothing_runs_twice(here: Here) -> None:
+    path = here.file(SLEEPS.replace("{SAID}", str(here.said)))
+    runner = here.start("submit", str(path))
+    here.until("begun 1")
+    runner.kill()
+    runner.wait()
+    status = here.status()
+    assert status["runner"] is None and status["tasks"]["a"]["state"] == "running"
+    assert "its runner is gone; go on with: holdfast workflow resume w-1" in here.run("status")[1]
+    code, out, err = here.run("resume", "w-1")
+    assert code == 0, out + err
+    said = here.said.read_text()
+    assert said.count("begun") == 1 and said.count("done") == 1
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _sleeps(int(pid), here)]
+
+
+def _sleeps(pid: int, here: Here) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return command.startswith(b"sleep") and str(here.folder).encode() in _environ(pid)
+
+
+def test_a_task_that_ends_while_nobody_looks(here: Here) -> None:
+    path = here.file(SLEEPS.replace("{SAID}", str(here.said)))
+    runner = here.start("submit", str(path))
+    here.until("begun 1")
+    runner.kill()
+    runner.wait()
+    here.until("done")
+    assert here.run("resume")[0] == 0
+    assert here.status()["tasks"]["a"] | {"why": ""} == {
+        "group": "a-group", "lead": True, "state": "completed", "node": "node-1", "attempt": 1, "reschedules": 0,
+        "exit_code": 0, "last_checkpoint": None, "why": "",
+    }  # fmt: skip
+
+
+def test_cancel_with_a_runner_and_without_one(here: Here) -> None:
+    path = here.file(SLEEPS.replace("{SAID}", str(here.said)).replace("sleep 2", "sleep 200"))
+    runner = here.start("submit", str(path))
+    here.until("begun 1")
+    code, out, _ = here.run("cancel")
+    assert code == 0 and out.startswith("w-1: canceled; 1 canceled")
+    assert runner.wait(WAIT_S) == 130
+    here.said.unlink()
+    runner = here.start("submit", str(path))
+    here.until("begun 1")
+    runner.kill()
+    runner.wait()
+    assert here.run("cancel", "w-2")[0] == 0
+    assert here.status("w-2")["state"] == "canceled"
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _sleeps(int(pid), here)]
+    code, _, err = here.run("cancel", "w-2")
+    assert code == 1 and err == "holdfast workflow: w-2 is over\n"
+
+
+def test_two_runners_of_one_workflow(here: Here) -> None:
+    path = here.file(SLEEPS.replace("{SAID}", str(here.said)))
+    runner = here.start("submit", str(path))
+    here.until("begun 1")
+    code, _, err = here.run("resume", "w-1")
+    assert code == 1 and err == f"holdfast workflow: w-1 has a runner, process {runner.pid}\n"
+    assert runner.wait(WAIT_S) == 0
+
+
+def test_an_upload_target_that_fails_for_a_while(here: Here) -> None:
+    """It is retried and told of, and training goes on; the last upload waits for it."""
+    (here.folder / "up").write_text("a file where the folder should be\n")
+    path = here.file(
+        """
+        workflow:
+          name: w
+          tasks:
+          - name: a
+            command: [bash, -c]
+            args: ["mkdir -p /tmp/m; echo x > /tmp/m/f; echo begun >> SAID; sleep 1.5"]
+            checkpoint: [{path: /tmp/m, url: UP, frequency: 100ms}]
+    """.replace("SAID", str(here.said))
+    )
+    runner = here.start("submit", str(path))
+    here.until("begun")
+    time.sleep(0.8)
+    (here.folder / "up").unlink()
+    out, err = runner.communicate(timeout=WAIT_S)
+    assert runner.returncode == 0, out + err
+    assert "a: /tmp/m could not be uploaded, and is tried again: " in err
+    assert (here.folder / "up" / "m" / "f").read_text() == "x\n"
+
+
+def test_what_is_refused_before_anything_starts(here: Here) -> None:
+    path = here.file(
+        "workflow:\n  name: w\n  tasks:\n  - {name: a, command: [x], resource: big}\n  resources: {big: {gpu: 99}}\n"
+    )
+    code, _, err = here.run("submit", str(path))
+    assert code == 2
+    assert err == f"holdfast workflow: {path}:4: a wants 99 GPUs, and no node has more than 0\n"
+    path = here.file("workflow:\n  name: w\n  task: []\n")
+    for command in ("submit", "validate"):
+        code, _, err = here.run(command, str(path))
+        assert code == 2 and f"{path}:3: workflow: unknown key 'task'" in err
+    code, _, err = here.run("submit", str(path), "--set", "x")
+    assert code == 2 and "--set x: NAME=VALUE is meant" in err
+    assert not (here.folder / "workflows").exists()
+
+
+def test_a_dry_run_runs_nothing(here: Here) -> None:
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - {name: a, command: ["{{ what }}", "{{output}}"]}
+        default-values:
+          what: "false"
+    """)
+    code, out, _ = here.run("submit", str(path), "--dry-run", "--set", "what=true")
+    assert code == 0 and 'command: ["true", "{{output}}"]' in out
+    assert here.run("validate", str(path))[1].endswith("w is well: 1 groups, 1 tasks\n")
+    assert not (here.folder / "workflows").exists()
