@@ -13,6 +13,8 @@ import states
 from holdfast.checkpoint import catalogue, commits, persist, shards, terms
 from holdfast.checkpoint.errors import Damaged, Fenced
 from holdfast.checkpoint.folder import Folder
+from holdfast.checkpoint.format import Shard
+from holdfast.checkpoint.storage import Storage
 
 
 @pytest.fixture
@@ -95,6 +97,29 @@ def test_a_commit_that_slips_through_is_superseded_all_the_same(
     states.save(folder, 15, term=99)
     assert [found.name for found in catalogue.find(folder).found if found.superseded] == ["step_00000020"]
     assert [found.step for found in states.latest(folder)] == [15, 10]
+
+
+def test_a_world_that_was_left_behind_sets_nothing_aside_that_the_later_one_has_saved(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one has saved the same step, and deleted what was left of the earlier one's."""
+    states.save(folder, 10, term=states.begin(folder))
+    early = states.begin(folder, restored=10, generation=1)
+    real = shards.scrub
+
+    def scrub(storage: Storage, shard: Shard) -> None:
+        if shard.term == early:
+            later = states.begin(folder, restored=10, generation=2)
+            assert states.save(folder, 20, term=later, generation=2)[0].committed
+            folder.delete(f"step_00000020/t{early:06}.00000.bin")
+        real(storage, shard)
+
+    monkeypatch.setattr(shards, "scrub", scrub)
+    [outcome] = states.save(folder, 20, term=early, generation=1)
+    assert not outcome.committed and "a later world" in outcome.note
+    [found] = [found for found in catalogue.find(folder).found if found.step == 20 and not found.superseded]
+    assert found.term == early + 1 and found.verified
+    assert not [name for name in folder.names() if name.startswith("damaged_")]
 
 
 @pytest.mark.parametrize("attempt", range(8))

@@ -74,6 +74,7 @@ def test_a_job_runs_while_members_of_etcd_die_and_leaves_no_key(etcd: Etcd, make
     assert job.cluster.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_coordinator_that_only_stands_by_may_die_and_no_rank_stops(etcd: Etcd, make_job: MakeJob) -> None:
     job = make_job("--spares=1", nnodes="2", places={0: 9, 1: 0, 2: 1, 3: 3})
     start_with_coordinator(etcd, job, 0, 1, 2)

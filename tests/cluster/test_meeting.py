@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from cluster.cluster import MakeCluster
 from cluster.jobs import Job
 from cluster.net import HOSTS, MakeNet
 
 
+@pytest.mark.long
 def test_two_jobs_meet_at_one_endpoint_and_whichever_lives_has_it(cluster: MakeCluster) -> None:
     five = cluster()
     one = Job(five, run_id="one", nnodes="2")

@@ -58,6 +58,7 @@ def test_below_min_it_waits_and_says_for_whom_then_ends(cluster: MakeCluster) ->
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_three_planned_scale_ups_and_downs_keep_the_logs_of_every_generation(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, "-r", "3", nnodes="2:3", max_restarts=6, conf="")
@@ -153,6 +154,7 @@ def test_deterministic_assignment_keeps_ranks(cluster: MakeCluster) -> None:
     assert trio.leftovers() == []
 
 
+@pytest.mark.long
 def test_spares_stand_by_die_unnoticed_and_take_a_dead_nodes_place(cluster: MakeCluster) -> None:
     four = cluster()
     job = Job(four, nnodes="2")

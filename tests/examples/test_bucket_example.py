@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from harness import WAIT_S, Job
@@ -36,6 +37,7 @@ def kill_rank_1_after(job: Job, line: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_an_epoch_then_three_more_with_a_kill(job: Job) -> None:
     with s3server.bucket() as s3:
         start(job, s3, epochs=1)

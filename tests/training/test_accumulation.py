@@ -28,7 +28,7 @@ def trained(folder: Path, kind: str, dies: bool) -> tuple[list[dict[str, Any]], 
     return notes, job.err
 
 
-@pytest.mark.parametrize("kind", ["ddp", "exact", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["exact", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("ddp", "fsdp"))])
 def test_an_interrupted_step_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
     right, found = tmp_path / "right", tmp_path / "found"
     trained(right, kind, dies=False)

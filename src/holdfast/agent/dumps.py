@@ -128,7 +128,7 @@ async def _ask(pid: int, fd: int, limit_s: float) -> str:
     """Make the process dump its threads, and read that."""
     _empty(fd)
     stopped = linux.state(pid) == "T"
-    reading = _Reading(asyncio.get_running_loop(), fd)
+    reading = _Reading(asyncio.get_running_loop(), fd, pid)
     try:
         linux.signal_all([pid], STACK_SIGNAL)
         if stopped:
@@ -152,9 +152,9 @@ def _empty(fd: int) -> None:
 class _Reading:
     """One dump out of one pipe. It comes in hundreds of small writes."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, pid: int) -> None:
         self._loop = loop
-        self._fd = fd
+        self._fd, self._pid = fd, pid
         self._quiet: asyncio.TimerHandle | None = None
         self.dump = bytearray()
         self.done: asyncio.Future[None] = loop.create_future()
@@ -172,10 +172,22 @@ class _Reading:
             self._loop.remove_reader(self._fd)
             self._finish()
             return
+        self._wait()
+
+    def _wait(self) -> None:
         if self._quiet is not None:
             self._quiet.cancel()
-        quiet_s = QUIET_AT_END_S if is_complete(bytes(self.dump[-1024:])) else QUIET_S
-        self._quiet = self._loop.call_later(quiet_s, self._finish)
+        if is_complete(bytes(self.dump[-1024:])):
+            self._quiet = self._loop.call_later(QUIET_AT_END_S, self._finish)
+        else:
+            self._quiet = self._loop.call_later(QUIET_S, self._finish_or_wait)
+
+    def _finish_or_wait(self) -> None:
+        """One that is quiet in the middle may only have to wait for a core."""
+        if linux.state(self._pid) in ("R", "D"):
+            self._wait()
+        else:
+            self._finish()
 
     def _finish(self) -> None:
         if not self.done.done():

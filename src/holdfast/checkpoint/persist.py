@@ -107,7 +107,7 @@ def _is_committed(storage: Storage, snapshot: Snapshot) -> bool:
 def _settle_step(storage: Storage, snapshot: Snapshot, shard: Shard, commit: Commit) -> Outcome:
     """Each rank reads its own back. Whoever finds that all have is the one who may delete others for it."""
     faultpoints.passed("settle.before")
-    with _set_aside_if_damaged(storage, f"{step_folder(snapshot.step)}/"):
+    with _set_aside_if_damaged(storage, snapshot, f"{step_folder(snapshot.step)}/"):
         shards.scrub(storage, shard)
     if (manifest := commit.manifest) is None:
         with contextlib.suppress(FileNotFoundError):
@@ -121,18 +121,20 @@ def _settle_step(storage: Storage, snapshot: Snapshot, shard: Shard, commit: Com
 
 def _settle_file(storage: Storage, snapshot: Snapshot, size: int, note: str) -> Outcome:
     faultpoints.passed("settle.before")
-    with _set_aside_if_damaged(storage, snapshot.file):
+    with _set_aside_if_damaged(storage, snapshot, snapshot.file):
         epochs.scrub(storage, snapshot)
     kept = _keep(storage, snapshot)
     return _done(snapshot, size, "; ".join(filter(None, (note, kept))), verified=True)
 
 
 @contextlib.contextmanager
-def _set_aside_if_damaged(storage: Storage, name: str) -> Iterator[None]:
-    """What the disk has not kept must not be taken for the newest there is: the state is still in memory."""
+def _set_aside_if_damaged(storage: Storage, snapshot: Snapshot, name: str) -> Iterator[None]:
+    """What the disk has not kept must not be taken for the newest there is: the state is still in memory. But a later
+    world may have deleted this one's, and what is there now is its own."""
     try:
         yield
     except Damaged:
+        commits.check_fence(storage, snapshot.term, snapshot.step)
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             storage.set_aside(name)
         raise

@@ -73,7 +73,7 @@ class Loop:
         if options.exact:
             # Sums over threads are cut at other places for another number of them.
             torch.set_num_threads(1)
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)  # what has no such way is refused by torch, in its own words
 
     @property
     def cursors(self) -> Cursors:

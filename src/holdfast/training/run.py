@@ -29,6 +29,8 @@ class Run:
         )
         self._beacon = here.beacon if here is not None else None
         self._options = options
+        if options.get("exact"):
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, or it refuses
         self._loop: Loop | None = None
 
     @property
