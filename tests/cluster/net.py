@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -189,6 +190,10 @@ class Net:
                 "link set eth0 up",
                 *(f"neigh add {self.addr(j)} lladdr {self._mac(j)} dev eth0 nud permanent" for j in others),
             )
+        until_s = time.monotonic() + END_S
+        while _run("bridge", "-n", _hub(self._k), "link").count("state forwarding") < self.nodes:
+            if time.monotonic() > until_s:  # until then a port drops what comes, and a datagram comes once
+                raise NetError("the ports of the bridge do not come up")
 
     def _write_names(self, i: int) -> None:
         lines = ["127.0.0.1 localhost", *(f"{self.addr(j)} {self.host(j)}" for j in range(self.nodes))]
