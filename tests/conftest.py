@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from harness import Job
+
+# The same examples every time, and no limit by the clock of a machine that other tests use, too.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.load_profile("steady")
 
 # A shell without job control starts what is in the background with SIGINT ignored, and every program below inherits it.
 # Then no test could interrupt anything.

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from holdfast.workflow import deciding
-from holdfast.workflow.deciding import Begin, Cancel, Ended, Prepare, Prepared, Progressed, Stop, Tick
+from holdfast.workflow.deciding import Begin, Cancel, Ended, Placed, Prepare, Prepared, Progressed, Requeued, Stop, Tick
 from holdfast.workflow.spec import RESCHEDULE, ExitActions, Group, Input, Resource, Task, Workflow
 from holdfast.workflow.standing import (
     ALIVE,
@@ -16,6 +16,7 @@ from holdfast.workflow.standing import (
     ENDED,
     FAILED,
     PREPARING,
+    QUEUED,
     RUNNING,
     STOPPING,
     WAITING,
@@ -36,7 +37,7 @@ def group(name: str = "g", tasks: int = 3, after: str = "", **options: object) -
 class Flow:
     """A workflow as its runner would have it, without anything that runs."""
 
-    def __init__(self, *groups: Group, nodes: tuple[Node, ...] = NODES, **options: float) -> None:
+    def __init__(self, *groups: Group, nodes: tuple[Node, ...] | None = NODES, **options: float) -> None:
         self.workflow = Workflow("w", groups, **options)  # type: ignore[arg-type]
         self.stands: Standing = deciding.begin(self.workflow)
         self.now_s = 0.0
@@ -46,7 +47,7 @@ class Flow:
 
     def tell(self, event: deciding.Event) -> list[deciding.Action]:
         before = self.stands
-        self.stands, actions = deciding.decide(self.workflow, before, self.now_s, event, self.nodes)
+        self.stands, actions = deciding.decide(self.workflow, before, self.now_s, (event,), self.nodes)
         self.done += actions
         return actions
 
@@ -212,6 +213,49 @@ def test_limits_of_time() -> None:
     assert deciding.is_over(flow.stands) and "no nodes for it" in flow.stands.groups["g"].why
 
 
+def test_a_queue_system_gives_out_nodes_and_begins_anew() -> None:
+    flow = Flow(group(ignore_nonlead=False), nodes=None)
+    assert flow.done == [Prepare(f"g{at}", 1, "", ()) for at in range(3)]
+    assert flow.states("g0") == [QUEUED] and deciding.next_s(flow.workflow, flow.stands, 0.0) is not None
+    for at in range(3):
+        assert flow.stands.groups["g"].queued_s == 0.0
+        flow.tell(Placed(f"g{at}", 1, f"n{at}"))
+    assert flow.stands.groups["g"].queued_s is None and flow.stands.groups["g"].started_s == 0.0
+    flow.prepare()
+    flow.end("g1", 0)
+    for at in range(3):
+        assert flow.tell(Requeued(f"g{at}", 1, "its time is over")) == []
+    assert flow.states("g0", "g1", "g2") == [QUEUED] * 3  # who had ended works with the others again
+    assert [task.attempt for task in flow.stands.tasks.values()] == [2] * 3 and not flow.stands.aside
+    for at, node in enumerate(("n0", "n1", "bad")):
+        flow.tell(Placed(f"g{at}", 2, node))
+    flow.prepare()
+    assert flow.states("g0", "g1", "g2") == [RUNNING] * 3
+    flow.end("g2", 3)
+    assert set(flow.stands.aside) == {"bad"}
+    # The queue system has begun it anew before it knew: that life ends, and all begin together.
+    assert flow.tell(Requeued("g2", 2, "")) == [Stop("g2", 3, "rescheduled: exit code 3")]
+    assert flow.tell(Requeued("g0", 2, "")) == [Stop("g0", 3, "begins anew with g2")]
+    flow.tell(Requeued("g1", 2, ""))
+    flow.stop_those_told()
+    assert [(task.state, task.attempt) for task in flow.stands.tasks.values()] == [(QUEUED, 4)] * 3
+
+
+def test_what_is_not_the_nodes_fault_sets_none_aside() -> None:
+    flow = running(group(tasks=1))
+    flow.tell(Ended("g0", 1, None, "its time is over", blames=False))
+    assert flow.stands.aside == {} and flow.stands.tasks["g0"].node == "n1" and flow.states("g0") == [PREPARING]
+
+
+def test_one_group_is_canceled() -> None:
+    flow = running(group("a", 1), group("b", 1), group("c", 1, after="a0"))
+    flow.tell(Cancel("a"))
+    flow.stop_those_told()
+    assert flow.states("a0", "b0", "c0") == [CANCELED, RUNNING, FAILED]
+    flow.end("b0", 0)
+    assert deciding.is_over(flow.stands) and deciding.exit_code(flow.workflow, flow.stands) == 130
+
+
 def test_cancel_ends_all() -> None:
     flow = running(group("a", 2), group("b", 1, after="a0"))
     flow.tell(Cancel())
@@ -251,6 +295,9 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
                 event = Prepared(name, task.attempt)
             elif dice.random() < 0.1:
                 event = Progressed(name, task.attempt, "")
+            elif dice.random() < 0.2:
+                event = Requeued(name, task.attempt, "")
+                alive[name] += 1
             else:
                 event = Ended(name, alive.pop(name), dice.choice([0, 1, 3, 3, 3, None, 143]))
         elif dice.random() < 0.01:

@@ -17,7 +17,10 @@ from typing import Any
 import msgspec
 
 from holdfast.cli.flags import open_parser
-from holdfast.workflow import deciding, homes, lives, local, machine, placing, reading, table, templates
+from holdfast.workflow import deciding, homes, lives, machine, placing, reading, table, templates
+from holdfast.workflow.local import Local
+from holdfast.workflow.record import LOCAL, SLURM, Record, Submitted, save
+from holdfast.workflow.runner import Backend, Runner, Works
 from holdfast.workflow.spec import Problem, Workflow
 
 
@@ -41,7 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
         one = _add(acts, name, act, what)
         one.add_argument("file", metavar="FILE")
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="in place of a default")
-        one.add_argument("--nodes", type=_count, default=1, metavar="N", help="act as so many nodes (default 1)")
+        one.add_argument("--backend", choices=(LOCAL, SLURM), default=LOCAL, help="where it runs (default local)")
+        one.add_argument("--nodes", type=_count, metavar="N", help="local: act as so many nodes (default 1)")
         if name == "submit":
             one.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
             one.add_argument("--json", action="store_true", help="how it ended, for programs")
@@ -87,15 +91,35 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(args: argparse.Namespace) -> tuple[Workflow, tuple[machine.Node, ...]]:
+    if args.backend == SLURM and args.nodes is not None:
+        raise Problem("--nodes is for this machine; Slurm gives out nodes itself", args.file)
     workflow = reading.read(args.file, _values(args))
-    nodes = machine.nodes(args.nodes)
-    tasks = [task for group in workflow.groups for task in group.tasks]
-    if (never := placing.impossible(tasks, nodes)) is not None:
-        most = max((len(node.gpus) for node in nodes), default=0)
-        raise Problem(
-            f"{never.name} wants {never.resource.gpu} GPUs, and no node has more than {most}", args.file, never.line
-        )
+    if args.backend == SLURM:
+        return workflow, _check_slurm(workflow, args.file)
+    nodes = machine.nodes(args.nodes or 1)
+    _check_nodes(workflow, nodes, args.file)
     return workflow, nodes
+
+
+def _check_nodes(workflow: Workflow, nodes: Sequence[machine.Node], file: str) -> None:
+    for group in workflow.groups:
+        for task in group.tasks:
+            if why := placing.lacking(task, nodes):
+                raise Problem(why, file, task.line)
+
+
+def _check_slurm(workflow: Workflow, file: str) -> tuple[machine.Node, ...]:
+    """Whether Slurm would take each of its jobs. It knows best."""
+    from holdfast.workflow.slurm import checks, commands
+
+    try:
+        _check_nodes(workflow, commands.nodes(os.environ.get("SBATCH_PARTITION", "")), file)
+        for group in workflow.groups:
+            if why := checks.refusal(group):
+                raise Problem(why, file, group.line)
+    except commands.Failed as failure:
+        raise Problem(str(failure), file) from None
+    return ()
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -113,11 +137,22 @@ def _submit(args: argparse.Namespace) -> int:
     folder = homes.make(workflow.name)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     workflow = _with_files(workflow, folder)
-    submitted = local.Submitted(folder.name, workflow, nodes, lives.can_be_private(), now)
-    record = local.Record(submitted, deciding.begin(workflow))
-    local.save(folder, submitted)
-    local.save(folder, record.standing)  # with which it is there
+    if args.backend == SLURM:
+        submitted = _to_slurm(folder, workflow, now)
+    else:
+        submitted = Submitted(folder.name, workflow, now, nodes=nodes, private=lives.can_be_private())
+    record = Record(submitted, deciding.begin(workflow))
+    save(folder, submitted)
+    save(folder, record.standing)  # with which it is there
     return _run(folder, record, args.json)
+
+
+def _to_slurm(folder: Path, workflow: Workflow, now: str) -> Submitted:
+    from holdfast.workflow.slurm import letters
+    from holdfast.workflow.slurm.backend import environment
+
+    letters.make_secret(folder)
+    return Submitted(folder.name, workflow, now, SLURM, sbatch=environment())
 
 
 def _with_files(workflow: Workflow, folder: Path) -> Workflow:
@@ -141,7 +176,7 @@ def _with_files(workflow: Workflow, folder: Path) -> Workflow:
     return replace(workflow, groups=tuple(groups))
 
 
-def _run(folder: Path, record: local.Record, as_json: bool, cancel: bool = False) -> int:
+def _run(folder: Path, record: Record, as_json: bool, cancel: bool = False) -> int:
     lock = homes.Lock(folder)
     shown = _Shown(record, quiet=as_json)
     try:
@@ -154,20 +189,27 @@ def _run(folder: Path, record: local.Record, as_json: bool, cancel: bool = False
     return code
 
 
-async def _running(folder: Path, record: local.Record, shown: _Shown, cancel: bool) -> int:
-    runner = local.Runner(folder, record, shown.changed, shown.say)
+async def _running(folder: Path, record: Record, shown: _Shown, cancel: bool) -> int:
+    runner, works = Runner(folder, record, shown.changed), Works()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, runner.cancel)
     if cancel:
         runner.cancel()
-    return await runner.run()
+    backend: Backend
+    if record.submitted.backend == SLURM:
+        from holdfast.workflow.slurm.backend import Slurm
+
+        backend = Slurm(folder, record, works, runner.tell, shown.say)
+    else:
+        backend = Local(folder, record, works, runner.tell, shown.say)
+    return await runner.run(backend, works)
 
 
 class _Shown:
     """A table that is written over on a terminal, a line for each change elsewhere."""
 
-    def __init__(self, record: local.Record, quiet: bool) -> None:
+    def __init__(self, record: Record, quiet: bool) -> None:
         self._record, self._quiet = record, quiet
         self._live = sys.stdout.isatty() and not quiet
         self._lines = 0
@@ -175,7 +217,7 @@ class _Shown:
         if not quiet:
             print(f"{record.id} begins; holdfast workflow status {record.id} shows how it stands", flush=True)
 
-    def changed(self, _: Any) -> None:
+    def changed(self) -> None:
         if self._live:
             self._draw()
         elif not self._quiet:
@@ -183,8 +225,9 @@ class _Shown:
                 if self._before.get(name) != (at.state, at.attempt):
                     self._before[name] = at.state, at.attempt
                     if at.attempt:
-                        where = f" on {at.node}, attempt {at.attempt}" + (f": {at.why}" if at.why else "")
-                        print(f"{name} {at.state}{where}", flush=True)
+                        where = f" on {at.node}" if at.node else ""
+                        why = f": {at.why}" if at.why else ""
+                        print(f"{name} {at.state}{where}, attempt {at.attempt}{why}", flush=True)
 
     def say(self, text: str) -> None:
         if self._live:

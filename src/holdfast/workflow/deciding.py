@@ -7,9 +7,11 @@ fresh folders and fresh inputs, so that all see the same last checkpoint and not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from holdfast.workflow.placing import place
+from holdfast.workflow.placing import Room
 from holdfast.workflow.spec import COMPLETE, FAIL, RESCHEDULE, Group, Task, Workflow
 from holdfast.workflow.standing import (
     ALIVE,
@@ -18,6 +20,7 @@ from holdfast.workflow.standing import (
     ENDED,
     FAILED,
     PREPARING,
+    QUEUED,
     READY,
     RUNNING,
     STOPPING,
@@ -34,6 +37,22 @@ MAX_BACKOFF_S = 60.0
 # -- what happens -----------------------------------------------------------------------------------------------------
 
 
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """It has a node, where somebody else gives them out."""
+
+    task: str
+    attempt: int
+    node: str
+
+
+class Requeued(msgspec.Struct, frozen=True, tag=True):
+    """Whoever gives out nodes has ended this life, and begins the next one by itself."""
+
+    task: str
+    attempt: int
+    why: str
+
+
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     task: str
     attempt: int
@@ -47,6 +66,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     code: int | None
     text: str = ""
+    blames: bool = True  # its node, if it is rescheduled
 
 
 class Progressed(msgspec.Struct, frozen=True, tag=True):
@@ -58,14 +78,16 @@ class Progressed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """All of it, or one group."""
+
+    group: str = ""
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time has passed, or there are other nodes."""
 
 
-Event = Prepared | Ended | Progressed | Cancel | Tick
+Event = Placed | Requeued | Prepared | Ended | Progressed | Cancel | Tick
 
 # -- what is done -----------------------------------------------------------------------------------------------------
 
@@ -106,21 +128,13 @@ def begin(workflow: Workflow) -> Standing:
 
 
 def decide(
-    workflow: Workflow, stands: Standing, now_s: float, event: Event, nodes: tuple[Node, ...]
+    workflow: Workflow, stands: Standing, now_s: float, events: Sequence[Event], nodes: tuple[Node, ...] | None
 ) -> tuple[Standing, list[Action]]:
+    """What has happened since the last time, in its order. Without `nodes`, somebody else gives them out."""
     stands = msgspec.json.decode(msgspec.json.encode(stands), type=Standing)
     deciding = _Deciding(workflow, stands, now_s, nodes)
-    match event:
-        case Prepared(name, attempt):
-            deciding.prepared(name, attempt)
-        case Ended(name, attempt, code, text):
-            deciding.ended(name, attempt, code, text)
-        case Progressed(name, attempt, at):
-            deciding.progressed(name, attempt, at)
-        case Cancel():
-            deciding.cancel()
-        case Tick():
-            pass
+    for event in events:
+        deciding.happened(event)
     deciding.go_on()
     return stands, deciding.actions
 
@@ -135,7 +149,7 @@ def exit_code(workflow: Workflow, stands: Standing) -> int:
     """Of the whole: 0 if all groups are complete, 130 if it was canceled, else the first failed lead's, or 1."""
     if all(group.state == COMPLETED for group in stands.groups.values()):
         return 0
-    if stands.canceled:
+    if any(group.state == CANCELED for group in stands.groups.values()):
         return 130
     for group in workflow.groups:
         if stands.groups[group.name].state == FAILED and (code := stands.tasks[group.lead.name].code):
@@ -159,12 +173,56 @@ def next_s(workflow: Workflow, stands: Standing, now_s: float) -> float | None:
 
 
 class _Deciding:
-    def __init__(self, workflow: Workflow, stands: Standing, now_s: float, nodes: tuple[Node, ...]) -> None:
+    def __init__(self, workflow: Workflow, stands: Standing, now_s: float, nodes: tuple[Node, ...] | None) -> None:
         self._workflow, self._stands, self._now_s, self._nodes = workflow, stands, now_s, nodes
         self._of = {task.name: (group, task) for group in workflow.groups for task in group.tasks}
         self.actions: list[Action] = []
 
     # -- events -------------------------------------------------------------------------------------------------------
+
+    def happened(self, event: Event) -> None:
+        match event:
+            case Placed(name, attempt, node):
+                self.placed(name, attempt, node)
+            case Requeued(name, attempt, why):
+                self.requeued(name, attempt, why)
+            case Prepared(name, attempt):
+                self.prepared(name, attempt)
+            case Ended():
+                self.ended(event)
+            case Progressed(name, attempt, at):
+                self.progressed(name, attempt, at)
+            case Cancel(name):
+                self.cancel(name)
+            case Tick():
+                pass
+
+    def placed(self, name: str, attempt: int, node: str) -> None:
+        task = self._stands.tasks[name]
+        if task.attempt != attempt or task.state not in ALIVE:
+            return
+        task.node = node
+        if task.state == QUEUED:
+            task.state, task.why = PREPARING, ""
+        group = self._of[name][0]
+        if not any(self._stands.tasks[other.name].state in (WAITING, QUEUED) for other in group.tasks):
+            self._has_nodes(self._stands.groups[group.name])
+
+    def requeued(self, name: str, attempt: int, why: str) -> None:
+        """It begins anew, also if it had ended: those that it works with do, too. Nobody is to blame. One that was to
+        end, or to begin in some other way, ends this life first."""
+        task = self._stands.tasks[name]
+        group, spec = self._of[name]
+        over = self._stands.groups[group.name].state in ENDED and task.state not in ALIVE
+        if task.attempt != attempt or over:
+            return
+        task.attempt, task.node, task.gpus = attempt + 1, "", ()
+        if task.state == STOPPING:
+            self.actions.append(Stop(name, task.attempt, task.why))
+        elif task.state == WAITING:
+            self._stop(spec, WAITING, task.why)
+        else:
+            task.state, task.why = QUEUED, why
 
     def prepared(self, name: str, attempt: int) -> None:
         task = self._stands.tasks[name]
@@ -179,20 +237,23 @@ class _Deciding:
             for other in self._of[name][0].tasks:
                 self._stands.tasks[other.name].rescheduled = 0
 
-    def ended(self, name: str, attempt: int, code: int | None, text: str) -> None:
-        task = self._stands.tasks[name]
-        if task.attempt != attempt or task.state not in ALIVE:
+    def ended(self, event: Ended) -> None:
+        task = self._stands.tasks[event.task]
+        if task.attempt != event.attempt or task.state not in ALIVE:
             return
-        group, spec = self._of[name]
-        was_stopped = task.state == STOPPING
-        task.code = code
-        self._leave(task)
-        if was_stopped:
+        group, spec = self._of[event.task]
+        code = event.code
+        task.code, task.gpus = code, ()
+        if task.state == STOPPING:
             task.state = task.after
             return
         action = spec.exit_actions.of(code) if code is not None else RESCHEDULE
-        said = text or (f"exit code {code}" if code is not None else "its node is lost")
+        said = event.text or (f"exit code {code}" if code is not None else "its node is lost")
         if action == RESCHEDULE:
+            if event.blames and task.node:
+                task.last_node = task.node
+                self._stands.aside.pop(task.node, None)  # the last to fail stands last
+                self._stands.aside[task.node] = f"{spec.name}: {said}"
             self._reschedule(group, spec, task, said)
         elif action == COMPLETE:
             task.state, task.why = COMPLETED, said
@@ -202,10 +263,10 @@ class _Deciding:
             assert action == FAIL
             self._fail(group, spec, task, said)
 
-    def cancel(self) -> None:
-        self._stands.canceled = True
+    def cancel(self, name: str) -> None:
         for group in self._workflow.groups:
-            self._end(group, CANCELED, "canceled")
+            if name in ("", group.name):
+                self._end(group, CANCELED, "canceled")
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -228,9 +289,6 @@ class _Deciding:
                 task.state, task.why = state, why
 
     def _reschedule(self, group: Group, spec: Task, task: TaskStands, why: str) -> None:
-        task.last_node = task.node
-        if task.node:
-            self._stands.aside[task.node] = f"{spec.name}: {why}"
         if task.rescheduled >= spec.max_reschedules:
             times = f"{task.rescheduled} reschedules" if task.rescheduled != 1 else "1 reschedule"
             self._fail(group, spec, task, f"{why}, after {times} without progress" if task.rescheduled else why)
@@ -246,7 +304,7 @@ class _Deciding:
         if spec.lead or not group.ignore_nonlead:
             for other in group.tasks:
                 beside = self._stands.tasks[other.name]
-                if beside.state in (PREPARING, READY, RUNNING):
+                if beside.state in (QUEUED, PREPARING, READY, RUNNING):
                     self._stop(other, WAITING, f"begins anew with {spec.name}")
                 elif beside.state in ENDED:  # it had done its part of what is now done again
                     beside.state, beside.why = WAITING, f"begins anew with {spec.name}"
@@ -257,16 +315,17 @@ class _Deciding:
             self.actions.append(Stop(spec.name, task.attempt, why))
         task.state, task.after, task.why = STOPPING, after, why
 
-    def _leave(self, task: TaskStands) -> None:
-        task.gpus = ()
-
     # -- what is due --------------------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
         for group in self._workflow.groups:
             self._look_at(group)
+        due = [group for group in self._workflow.groups if self._is_due(group)]
+        if due:
+            room = Room(self._nodes, self._stands)
+            for group in due:
+                self._start(group, room)
         for group in self._workflow.groups:
-            self._start(group)
             self._release(group)
 
     def _look_at(self, group: Group) -> None:
@@ -287,30 +346,39 @@ class _Deciding:
         elif at.queued_s is not None and self._now_s >= at.queued_s + self._workflow.queue_timeout_s:
             self._end(group, FAILED, f"there were no nodes for it in {self._workflow.queue_timeout_s:g} s, its limit")
 
-    def _start(self, group: Group) -> None:
-        """Those that wait, once nobody that begins anew with them is still ending."""
+    def _is_due(self, group: Group) -> bool:
+        """Some of it wait, and nobody that begins anew with them is still ending."""
         at = self._stands.groups[group.name]
         if at.state in ENDED or at.queued_s is None or self._now_s < at.not_before_s:
-            return
+            return False
+        tasks = [self._stands.tasks[spec.name] for spec in group.tasks]
+        ending = any(task.state == STOPPING and task.after == WAITING for task in tasks)
+        return any(task.state == WAITING for task in tasks) and not ending
+
+    def _start(self, group: Group, room: Room) -> None:
+        at = self._stands.groups[group.name]
         tasks = {spec.name: self._stands.tasks[spec.name] for spec in group.tasks}
-        if any(task.state == STOPPING and task.after == WAITING for task in tasks.values()):
-            return
         waiting = [spec for spec in group.tasks if tasks[spec.name].state == WAITING]
-        places = place(waiting, tasks, self._nodes, self._stands)
+        places = room.place(waiting, tasks)
         if places is None:
             return
         for spec, (node, gpus) in zip(waiting, places, strict=True):
             task = tasks[spec.name]
             task.attempt += 1
-            task.state, task.node, task.gpus, task.why = PREPARING, node, gpus, ""
+            task.state, task.node, task.gpus, task.why = PREPARING if node else QUEUED, node, gpus, ""
             self.actions.append(Prepare(spec.name, task.attempt, node, gpus))
-        at.state, at.queued_s = RUNNING, None
+        at.state = RUNNING
+        if self._nodes is not None:
+            self._has_nodes(at)
+
+    def _has_nodes(self, at: GroupStands) -> None:
+        at.queued_s = None
         if at.started_s is None:
             at.started_s = self._now_s
 
     def _release(self, group: Group) -> None:
         tasks = [(spec, self._stands.tasks[spec.name]) for spec in group.tasks]
-        if group.barrier and any(task.state in (WAITING, PREPARING, STOPPING) for _, task in tasks):
+        if group.barrier and any(task.state in (WAITING, QUEUED, PREPARING, STOPPING) for _, task in tasks):
             return
         for spec, task in tasks:
             if task.state == READY:

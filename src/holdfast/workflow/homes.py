@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.workflow.local import Record, load
+from holdfast.workflow.record import Record, load
 
 HOME = "HOLDFAST_WORKFLOWS"  # in the environment: a folder for them, not the user's own
 

@@ -23,6 +23,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,15 +40,17 @@ while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
 exit $code
 """
 
-# $1: the life's folder. The rest is the command. With noclobber the first to write `pid` is the one who runs.
+# $1: the life's folder. $2: where its output goes. The rest is the command. With noclobber the first to write `pid` is
+# the one who runs.
 _SHELL = """
 cd "$1" || exit 1
 set -C
 { echo "$$ $(cut -d' ' -f22 /proc/$$/stat)" > pid; } 2>/dev/null || exit 0
 set +C
 exec >/dev/null
-shift
-"$@" </dev/null >stdout 2>stderr &
+out=$2
+shift 2
+"$@" </dev/null >"$out/stdout" 2>"$out/stderr" &
 child=$!
 trap 'kill -TERM $child 2>/dev/null' TERM
 wait $child; code=$?
@@ -61,9 +64,11 @@ _TMP = re.compile(r"(?<![\w/.-])/tmp(?![\w.-])")
 
 
 class Life:
-    def __init__(self, folder: Path, private: bool) -> None:
-        """`private`: the kernel lets it have processes and a /tmp of its own."""
+    def __init__(self, folder: Path, private: bool, out: Path | None = None) -> None:
+        """`private`: the kernel lets it have processes and a /tmp of its own. `out`: the folder for what it prints, if
+        that is another."""
         self.folder = folder
+        self._out = out or folder
         self.private = private
 
     # -- before -------------------------------------------------------------------------------------------------------
@@ -98,13 +103,13 @@ class Life:
         """Returns when it has begun, here or by somebody else."""
         inner = ["sh", "-c", _FIRST, "task", *command]
         if self.private:
-            mounts = f'mount --bind {shlex.quote(str(self.folder / "tmp"))} /tmp && exec "$@"'
+            mounts = " && ".join([*self._mounts(), 'exec "$@"'])
             inner = [
                 "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private",
                 "sh", "-c", mounts, "mount", *inner,
             ]  # fmt: skip
         shell = subprocess.Popen(
-            ["sh", "-c", _SHELL, "life", str(self.folder), *inner],
+            ["sh", "-c", _SHELL, "life", str(self.folder), str(self._out), *inner],
             env={**environment, MARK: str(self.folder)},
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -115,6 +120,16 @@ class Life:
         with shell.stdout as pipe:
             pipe.read()  # which it closes when it has said who it is
         return shell
+
+    def _mounts(self) -> list[str]:
+        """Its own /tmp in the place of the machine's, but for what Python runs from, wherever that is."""
+        mine = shlex.quote(str(self.folder / "tmp"))
+        said = []
+        for path in {sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2])}:
+            if path.startswith("/tmp/"):
+                seen = mine + shlex.quote(path.removeprefix("/tmp"))
+                said += [f"mkdir -p {seen}", f"mount --bind {shlex.quote(path)} {seen}"]
+        return [*said, f"mount --rbind {mine} /tmp"]
 
     def forbid(self) -> bool:
         """Nobody may begin it any more. False if it has begun."""

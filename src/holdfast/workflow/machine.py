@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 from holdfast.workflow.standing import Node
 
@@ -13,8 +14,10 @@ def nodes(count: int) -> tuple[Node, ...]:
     """Its GPUs are divided up; its cores, its memory and its disk are everybody's."""
     found = gpus()
     each = len(found) // count
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    disk = shutil.disk_usage("/").total
     return tuple(
-        Node(f"node-{at + 1}", float(os.cpu_count() or 1), tuple(found[at * each : (at + 1) * each]))
+        Node(f"node-{at + 1}", float(os.cpu_count() or 1), tuple(found[at * each : (at + 1) * each]), memory, disk)
         for at in range(count)
     )
 

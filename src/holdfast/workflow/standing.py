@@ -6,6 +6,7 @@ import msgspec
 
 # Of a task, in their order:
 WAITING = "waiting"  # for other groups, for its turn, or for a node
+QUEUED = "queued"  # with somebody else, who gives out nodes
 PREPARING = "preparing"  # files are written and inputs fetched
 READY = "ready"  # and waits for the rest of its group
 RUNNING = "running"
@@ -16,7 +17,7 @@ FAILED = "failed"
 CANCELED = "canceled"
 
 ENDED = (COMPLETED, FAILED, CANCELED)
-ALIVE = (PREPARING, READY, RUNNING, STOPPING)
+ALIVE = (QUEUED, PREPARING, READY, RUNNING, STOPPING)
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -53,4 +54,3 @@ class Standing(msgspec.Struct):
     groups: dict[str, GroupStands]
     tasks: dict[str, TaskStands]
     aside: dict[str, str]  # nodes on which a task failed, and how
-    canceled: bool = False

@@ -6,7 +6,7 @@ import datetime
 from typing import Any
 
 from holdfast.workflow import deciding
-from holdfast.workflow.local import Record
+from holdfast.workflow.record import Record
 from holdfast.workflow.standing import ENDED
 
 COLUMNS = ("task", "state", "node", "attempt", "reschedules", "last checkpoint", "")

@@ -1,0 +1,135 @@
+"""A task in a job of Slurm, on its node: `python -m holdfast.workflow.slurm.task FOLDER prepare|live|both`.
+
+Which one it is SLURM_PROCID says. Its /tmp is on the node; what others have to know is in the workflow's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from holdfast.workflow import lives
+from holdfast.workflow.deciding import Ended, Event, Prepared, Progressed
+from holdfast.workflow.lives import Life
+from holdfast.workflow.living import Known, Living
+from holdfast.workflow.record import load_submitted, write
+from holdfast.workflow.slurm.job import BOTH, PREPARE
+from holdfast.workflow.slurm.letters import Letter, Post
+from holdfast.workflow.slurm.places import ALLOCATION, Allocation, Places
+
+LOOK_S = 5.0  # for a letter that was lost
+
+
+def main() -> int:
+    folder, phase = Path(sys.argv[1]), sys.argv[2]
+    allocation = msgspec.json.decode(os.environ.pop(ALLOCATION), type=Allocation)
+    return asyncio.run(_Task(Places(folder), allocation, int(os.environ["SLURM_PROCID"])).run(phase))
+
+
+class _Task:
+    def __init__(self, places: Places, allocation: Allocation, at: int) -> None:
+        member = allocation.given.members[at]
+        self._name, self._attempt = member.task, member.attempt + allocation.restart
+        self._places, self._post = places, Post(places.folder)
+        self._shared = places.life(self._name, self._attempt)
+        self._own = _scratch() / places.folder.name / self._name
+        self._life = Life(self._own / str(self._attempt), lives.can_be_private(), self._shared)
+        known = Known(allocation.hosts, {"HOLDFAST_NODE": allocation.nodes[at]})
+        submitted = load_submitted(places.folder)
+        self._living = Living(
+            submitted, places.folder, self._name, self._attempt, self._life, lambda: known, self._tell, self._say
+        )
+        self._ordered = False  # by Slurm, to end
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self, phase: str) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGUSR1, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._order)
+        if phase in (PREPARE, BOTH) and (failed := await self._prepare()):
+            return failed
+        return 0 if phase == PREPARE or self._ordered else await self._live()
+
+    async def _prepare(self) -> int:
+        if self._own.exists():  # what a life that was killed has left on this node
+            await asyncio.to_thread(shutil.rmtree, self._own)
+        if failed := await asyncio.to_thread(self._living.prepare):
+            self._end(Ended(self._name, self._attempt, None, failed))
+            return 1
+        write(self._shared / "prepared", b"")
+        self._tell(Prepared(self._name, self._attempt))
+        return 0
+
+    async def _live(self) -> int:
+        listening = await self._post.listen(self._shared / "address", lambda letter: self._look())
+        looking = asyncio.create_task(self._look_often())
+        if self._look():
+            self._end(Ended(self._name, self._attempt, 143, "stopped before it began"))
+            return 0
+        ended = await self._living.live()
+        looking.cancel()
+        listening.close()
+        if not self._ordered:  # else Slurm knows what comes next
+            self._end(ended)
+        await asyncio.to_thread(self._clean_up)
+        return 0
+
+    def _clean_up(self) -> None:
+        """Whatever it has left on this node, and folders that nobody else has something in."""
+        shutil.rmtree(self._own)
+        for folder in (self._own.parent, self._own.parent.parent):
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    # -- it is told to end --------------------------------------------------------------------------------------------
+
+    def _order(self) -> None:
+        self._ordered = True
+        self._stop()
+
+    def _look(self) -> bool:
+        if told := (self._shared / "stop").exists():
+            self._stop()
+        return told
+
+    async def _look_often(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._look()
+
+    def _stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._living.stop())
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Progressed):
+            write(self._shared / "checkpoint", event.at.encode())
+        assert isinstance(event, Letter)
+        self._post.send(event, self._places.runner)
+
+    def _end(self, ended: Ended) -> None:
+        write(self._shared / "ended.json", msgspec.json.encode(ended))
+        self._tell(ended)
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def _scratch() -> Path:
+    """On this node, and fast."""
+    return Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir(), f"holdfast-{os.getuid()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
