@@ -1,10 +1,11 @@
-"""What Python has no word for on Linux: parent-death signals, subreapers, process titles, process trees."""
+"""What Python has no word for on Linux: parent-death signals, subreapers, process titles, process trees, changes."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # glibc has no word for it either
 _IOPRIO_LOWEST = 2 << 13 | 7  # of those who get their share: "idle" would wait for others for ever
+
+_IN_CHANGED = 0x2 | 0x8 | 0x80 | 0x100 | 0x200  # written to, closed after that, moved here, made, deleted
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -131,6 +134,40 @@ def signal_session(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
     except (ProcessLookupError, PermissionError):
         signal_all([pid], signum)
+
+
+def raise_open_files() -> None:
+    """As many as this process may have. Those that it starts have as many, if nobody tells them otherwise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Changes:
+    """In folders: something in one of them was written, made or replaced. `fd` is readable then."""
+
+    def __init__(self) -> None:
+        """Raises OSError: of these, a user may have only so many."""
+        self.fd = _checked("inotify_init1", _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def add(self, folder: str) -> None:
+        _checked(folder, _libc.inotify_add_watch(self.fd, os.fsencode(folder), _IN_CHANGED))
+
+    def forget(self) -> None:
+        """What has happened so far."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fd, 65536):
+                pass
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _checked(what: str, result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+    return result
 
 
 def open_descriptors() -> list[int]:

@@ -117,6 +117,13 @@ def test_a_port_beyond_the_last_one_is_refused() -> None:
         read(parse(["--master-port=65536", "train.py"]))
 
 
+@pytest.mark.parametrize(("code", "why"), [("0", "0 is less than 1"), ("256", "256 is more than 255"), ("x", "'x'")])
+def test_an_exit_code_that_no_program_can_have_is_refused(code: str, why: str, refuse: Refuse) -> None:
+    line = refuse(f"--reschedule-exit-code={code}", "train.py")
+    assert "--reschedule-exit-code" in line
+    assert why in line
+
+
 @pytest.mark.parametrize("flag", ["--start-method", "--numa-binding", "--restart-policy", "--restart-budget"])
 def test_a_choice_that_is_none_is_named_with_those_that_are(flag: str, refuse: Refuse) -> None:
     line = refuse(f"{flag}=best", "train.py")

@@ -93,6 +93,8 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--resume": ("resume", None),
     "--exit-code-from-cause": ("exit_code_from_cause", False),
     "--exit_code_from_cause": ("exit_code_from_cause", False),
+    "--reschedule-exit-code": ("reschedule_exit_code", None),
+    "--reschedule_exit_code": ("reschedule_exit_code", None),
     "--cold-start": ("cold_start", False),
     "--cold_start": ("cold_start", False),
     "--secret-file": ("secret_file", None),
@@ -319,7 +321,8 @@ def test_a_switch_may_be_given_by_its_variable_and_a_flag_beats_it(dest: str, mo
 
 
 @pytest.mark.parametrize(
-    "dest", ["logs_specs", "numa_binding", "cold_start", "exit_code_from_cause", "spares", "insecure"]
+    "dest",
+    ["logs_specs", "numa_binding", "cold_start", "exit_code_from_cause", "spares", "insecure", "reschedule_exit_code"],
 )
 def test_other_options_have_no_variable(dest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     default = value_of(dest)

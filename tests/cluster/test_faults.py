@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from cluster.cluster import Cluster, Line, MakeCluster
-from cluster.jobs import TOGETHER, Job
+from cluster.jobs import STEPS_ALONE, TOGETHER, Job
 from cluster.net import MakeNet
 from coordinator.etcd_cluster import wait_for
 
@@ -93,6 +93,18 @@ def test_who_is_cut_off_for_too_long_ends_its_ranks_and_itself(cluster: MakeClus
     assert pair.processes(1) == {}
     job.release()
     assert job.ends(0) == [0]
+    assert pair.leftovers() == []
+
+
+def test_all_nodes_ask_for_other_machines_whichever_of_them_failed(cluster: MakeCluster) -> None:
+    """Also the healthy one, which has the coordinator."""
+    pair = cluster()
+    job = Job(pair, "--reschedule-exit-code=75", nnodes="2", max_restarts=0, script=STEPS_ALONE)
+    job.start(0, 1)
+    job.kill_rank(job.wait_generation(0, 0, 1)[1])
+    assert job.ends(0, 1) == [75, 75]
+    assert [kind for _, _, kind, _ in job.causes(0)] == ["signal"]
+    assert all("worth rescheduling: exit code 75" in pair.err(node) for node in (0, 1))
     assert pair.leftovers() == []
 
 

@@ -24,6 +24,8 @@ NCCL_SAYS = (
     "[rank1]:[E521 10:00:00] [PG ID 0 PG GUID 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds",
     "terminate called after throwing an instance of 'c10::DistBackendError'",
 )
+ECC = "uncorrectable ECC error encountered"
+HARDWARE = "; it looks like the hardware"
 
 
 def killed(rank: int, at_s: float = 10.0, by: int = signal.SIGKILL, oom: bool = False) -> RankExit:
@@ -45,13 +47,19 @@ def raised(
     exited_at_s: float | None = None,
     backend: bool = False,
     memory: bool = False,
+    hardware: bool = False,
 ) -> RankExit:
-    report = Raised(rank, 0, at_s, headline, f"Traceback ...\n{headline}\n", "train.py:3", backend, memory)
+    report = Raised(rank, 0, at_s, headline, f"Traceback ...\n{headline}\n", "train.py:3", backend, memory, hardware)
     return RankExit(rank, 100 + rank, 1, at_s if exited_at_s is None else exited_at_s, raised=report)
 
 
 def aborted(rank: int, stderr: tuple[str, ...], at_s: float = 10.0) -> RankExit:
     return RankExit(rank, 100 + rank, -signal.SIGABRT, at_s, stderr_tail=stderr)
+
+
+def cold(rank: int, *stderr: str, at_s: float = 10.0) -> RankExit:
+    """A program that told of its exception on stderr alone."""
+    return RankExit(rank, 100 + rank, 1, at_s, stderr_tail=("Traceback (most recent call last):", *stderr))
 
 
 def blame_for(*exits: RankExit) -> Blame:
@@ -81,6 +89,16 @@ def lost(node: str, at_s: float) -> Cause:
         (aborted(0, NCCL_SAYS), Kind.BACKEND, "killed by SIGABRT"),
         (aborted(0, ("Aborted by NCCL watchdog",)), Kind.BACKEND, "killed by SIGABRT"),
         (aborted(0, ("free(): invalid pointer",)), Kind.SIGNAL, "killed by SIGABRT"),
+        (raised(0, f"E: {ECC}", hardware=True), Kind.HARDWARE, f"E: {ECC}{HARDWARE}"),
+        (raised(0, f"E: {ECC}", backend=True, hardware=True), Kind.HARDWARE, f"E: {ECC}{HARDWARE}"),
+        (raised(0, f"E: {ECC}", memory=True, hardware=True), Kind.OUT_OF_MEMORY, f"E: {ECC}"),
+        (aborted(0, (*NCCL_SAYS, f"  what():  CUDA error: {ECC}")), Kind.HARDWARE, f"killed by SIGABRT{HARDWARE}"),
+        (cold(0, f"torch.AcceleratorError: CUDA error: {ECC}"), Kind.HARDWARE, f"exited with code 1{HARDWARE}"),
+        (cold(0, "[rank0]: torch.distributed.DistBackendError: x", "W Warning"), Kind.BACKEND, "exited with code 1"),
+        (cold(0, "RuntimeError: [gloo/pair.cc:547] Connection closed by peer"), Kind.BACKEND, "exited with code 1"),
+        (cold(0, "torch.distributed.DistStoreError", "KeyError: 'lr'"), Kind.ERROR, "exited with code 1"),
+        (cold(0, "ValueError: gloo is not a word here"), Kind.ERROR, "exited with code 1"),
+        (cold(0, "RuntimeError: CUDA error: device-side assert triggered"), Kind.ERROR, "exited with code 1"),
     ],
     ids=str,
 )
@@ -198,7 +216,7 @@ def test_every_kind_has_an_exit_code_of_its_own_that_no_shell_uses() -> None:
     """But for a change of membership, which ends a job only as a lost node does."""
     assert set(EXIT_CODES) == set(Kind)
     assert EXIT_CODES[Kind.MEMBERSHIP] == EXIT_CODES[Kind.LOST_NODE]
-    assert sorted(set(EXIT_CODES.values())) == [*range(81, 89), EXIT_DO_NOT_REQUEUE]
+    assert sorted(set(EXIT_CODES.values())) == [*range(81, 90), EXIT_DO_NOT_REQUEUE]
     assert EXIT_CODES[Kind.REQUESTED] == EXIT_DO_NOT_REQUEUE == 93
 
 

@@ -353,9 +353,9 @@ def test_with_min_healthy_the_world_breaks_when_too_few_are_left() -> None:
 # -- quarantine and looking -------------------------------------------------------------------------------------------
 
 
-def keeps_failing(job: Job, node: str, others: str) -> None:
+def keeps_failing(job: Job, node: str, others: str, *causes: Cause) -> None:
     for _ in range(3):
-        job.fails(node)
+        job.fails(node, *causes)
         job.down(*others)
         job.now_s += FOREVER_S
 
@@ -366,6 +366,13 @@ def test_a_node_at_which_three_incidents_begin_is_set_aside_and_taken_back_when_
     assert job.seated == ["a"]
     assert "holdfast nodes --lift host-b takes it back" in job.got("a", protocol.Note)[-1].text
     assert told(job.timer("quarantine"), protocol.Stop) == ["a"]
+
+
+@pytest.mark.parametrize(("kind", "seated"), [(Kind.HARDWARE, ["a"]), (Kind.ERROR, ["a", "b"])])
+def test_failing_hardware_speaks_against_a_node_and_a_programs_error_does_not(kind: Kind, seated: list[str]) -> None:
+    job = Job(nodes=(1, 2), max_restarts=9).runs("a", "b")
+    keeps_failing(job, "b", "a", Cause(kind, "it ended", 8.0, rank=2))
+    assert job.seated == seated
 
 
 def test_a_node_without_which_there_are_too_few_is_never_set_aside() -> None:

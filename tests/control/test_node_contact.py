@@ -241,7 +241,7 @@ def test_a_node_that_is_told_to_stop_stays_stopped_whatever_the_coordinator_says
 
 
 def test_a_refused_node_ends_with_the_reason() -> None:
-    assert idle().hears(protocol.Refused("no")) == [Finish(Kind.LAUNCHER, "no")]
+    assert idle().hears(protocol.Refused("no")) == [Finish(Kind.LAUNCHER, "no", elsewhere=False)]
 
 
 def test_what_a_person_should_know_is_passed_on() -> None:

@@ -59,7 +59,7 @@ TO_AGENT: list[protocol.ToAgent] = [
     protocol.Closed(INCIDENT, 14.0),
     protocol.Show("n1", 7, 2),
     protocol.Shown("n1", 7, 2, "host-b", (GROUP,)),
-    protocol.Over(Kind.ERROR, "no restart", 12),
+    protocol.Over(Kind.ERROR, "no restart", 12, False),
     protocol.Nodes("run", 1, 3, 1, 3, "running", (protocol.Seen("h", "a", 8, "spare", "why"),), 1, True),
 ]
 

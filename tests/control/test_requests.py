@@ -350,7 +350,7 @@ def test_a_job_that_gets_no_further_ends_and_says_why() -> None:
         job.fails("a", steps=7, base=10)
         job.now_s += 60.0
     reason = "2 restarts in a row got no further than step 17 (--max-no-progress-restarts sets how many may)"
-    assert job.over == protocol.Over(Kind.SIGNAL, reason, steps=21)
+    assert job.over == protocol.Over(Kind.SIGNAL, reason, steps=21, elsewhere=False)
 
 
 def test_any_number_may_where_none_was_set() -> None:

@@ -70,6 +70,7 @@ def test_three_times_the_same_exception_before_a_step_is_a_bug_in_the_program() 
     decision = decide_unless_same_error(twice.seen(a_failure()), a_failure())
     assert isinstance(decision, GiveUp)
     assert "--retry-same-error" in decision.reason
+    assert decision.elsewhere is False
 
 
 def test_the_plain_decision_goes_on_regardless() -> None:
@@ -102,10 +103,11 @@ def test_another_failure_in_between_begins_the_count_again(other: Failure) -> No
         a_failure(kind=Kind.ERROR, raised=False),
         a_failure(kind=Kind.BACKEND),
         a_failure(kind=Kind.OUT_OF_MEMORY),
+        a_failure(kind=Kind.HARDWARE),
         a_failure(kind=Kind.LAUNCHER, raised=False),
         a_failure(steps=1),
     ],
-    ids=["signal", "exit code", "backend", "memory", "launcher", "stepped"],
+    ids=["signal", "exit code", "backend", "memory", "hardware", "launcher", "stepped"],
 )
 def test_what_may_be_the_machines_fault_is_never_the_same_error(failure: Failure) -> None:
     assert isinstance(decide_unless_same_error(after([failure] * 9), failure), Restart)

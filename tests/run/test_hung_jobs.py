@@ -181,8 +181,9 @@ def test_a_world_that_hangs_before_its_first_step_is_restarted_too(job: Job) -> 
 
 
 def test_without_restarts_the_job_ends_and_says_why(job: Job) -> None:
-    assert job.run(HANGS, "12", fault("sleep"), flags=(*FLOOR, "--exit-code-from-cause")) == 85
+    assert job.run(HANGS, "12", fault("sleep"), flags=(*FLOOR, "--reschedule-exit-code=75")) == 75
     assert Result(Kind.HANG, "", (), (), None).exit_code(from_cause=False) == 1
+    assert Result(Kind.HANG, "", (), (), None).exit_code(from_cause=True) == 85
     assert only_incident(job)["kind"] == "hang"
     assert "the job failed: rank 1 hangs: no step for " in job.err
     assert "rank 0 in backward, rank 1 in hangs.py:" in job.err
@@ -234,9 +235,10 @@ def test_a_program_that_does_not_train_is_left_alone(job: Job) -> None:
 
 
 def test_restarts_that_get_no_further_are_stopped(job: Job) -> None:
-    always = fault("exit_5", step=0, generations=tuple(range(20)))
-    assert job.run(HANGS, "12", always, max_restarts=10) == 1
+    always = fault("killed", step=0, generations=tuple(range(20)))
+    assert job.run(HANGS, "12", always, max_restarts=10, flags=("--reschedule-exit-code=75",)) == 1
     assert len(job.events("world.launched")) == 4
+    assert {incident["kind"] for incident in job.incidents()} == {"signal"}
     assert "3 restarts in a row got no further than step 0" in job.err
 
 

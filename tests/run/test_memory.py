@@ -56,5 +56,5 @@ def test_a_kill_in_a_group_without_such_a_kill_is_just_a_kill(job: Job) -> None:
 def test_pythons_own_memory_error_has_the_same_code(job: Job) -> None:
     script = job.folder / "asks.py"
     script.write_text("eaten = bytearray(1 << 60)\n")
-    assert job.run(script, nproc=1, flags=("--exit-code-from-cause",)) == 84
+    assert job.run(script, nproc=1, flags=("--exit-code-from-cause", "--reschedule-exit-code=75")) == 84
     assert os.listdir(job.run_dir / "incidents") == ["0001.json"]

@@ -98,7 +98,7 @@ def test_whatever_ends_a_rank_is_named_and_restarted(job: Job) -> None:
 
 
 def test_a_python_error_is_told_with_its_traceback_and_its_followers(job: Job) -> None:
-    assert job.run(TRAINS, "9", fault(1, 4, "raise"), max_restarts=0) == 1
+    assert job.run(TRAINS, "9", fault(1, 4, "raise"), max_restarts=0, flags=("--reschedule-exit-code=75",)) == 1
     [incident] = job.incidents()
     assert 'raise ValueError(f"planned at rank {RANK}")' in incident["traceback"]
     assert "holdfast" not in incident["traceback"].replace(str(job.folder), "")
@@ -111,7 +111,7 @@ def test_a_python_error_is_told_with_its_traceback_and_its_followers(job: Job) -
 def test_the_same_error_three_times_before_the_first_step_is_a_bug(job: Job) -> None:
     script = job.folder / "broken.py"
     script.write_text("import no_such_module\n")
-    assert job.run(script, max_restarts=50) == 1
+    assert job.run(script, max_restarts=50, flags=("--reschedule-exit-code=75",)) == 1
     assert len(job.events("world.launched")) == 3
     assert "bug in the program" in job.err
     assert "ModuleNotFoundError: No module named 'no_such_module'" in job.err

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -40,7 +40,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 JobRequeue=1
 KillWait=10
 SlurmdTimeout=10
-ReturnToService=2
+ReturnToService=1
 MpiDefault=none
 MailProg=/bin/true
 {nodes}
@@ -103,10 +103,15 @@ class Slurm:
         process.kill()
         process.wait(DEADLINE_S)
 
+    def clear(self) -> None:
+        """No jobs, and all nodes in order."""
+        self.run("scancel", "--user=root")
+        self.run("scancel", "--user=root", "--signal=KILL", "--full")
+        for name in NODES:
+            self.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
+        self.wait_for_nodes()
+
     def close(self) -> None:
-        if "slurmctld" in self._processes:
-            self.run("scancel", "--user=root", check=False)
-            self.run("scancel", "--user=root", "--signal=KILL", check=False)
         for name in (*NODES, "slurmctld", "munged"):
             if name in self._processes:
                 self.stop(name)
@@ -151,9 +156,8 @@ def _free_ports(count: int) -> list[int]:
             one.close()
 
 
-def _until(happens: object, what: str) -> None:
+def _until(happens: Callable[[], bool], what: str) -> None:
     """Slurm has no event to wait for."""
-    assert callable(happens)
     end_s = time.monotonic() + DEADLINE_S
     while not happens():
         assert time.monotonic() < end_s, f"no {what} within {DEADLINE_S} s"

@@ -197,6 +197,7 @@ def test_what_torchs_distributed_layer_raised_may_be_another_ranks_fault(
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
         (from_(ValueError("step failed"), MemoryError()), True),
         (ValueError("out of memory"), False),
@@ -206,6 +207,39 @@ def test_what_torchs_distributed_layer_raised_may_be_another_ranks_fault(
 )
 def test_what_ran_out_of_memory_is_known(failure: BaseException, out_of_memory: bool) -> None:
     assert told_of(failure).out_of_memory is out_of_memory
+
+
+ECC = torch.AcceleratorError(
+    "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported"
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "hardware"),
+    [
+        (ECC, True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (torch.AcceleratorError("CUDA error: uncorrectable NVLink error detected during the execution"), True),
+        (torch.AcceleratorError("CUDA error: hardware stack error"), True),
+        (torch.AcceleratorError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"), True),
+        (torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), True),
+        (torch.AcceleratorError("CUDA error: system not yet initialized"), True),
+        (RuntimeError("Unable to determine the device handle for GPU0000:1B:00.0: GPU is lost"), True),
+        (RuntimeError("NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus."), True),
+        (RuntimeError("NVRM: Xid (PCI:0000:1b:00): 94, Contained memory error"), True),
+        (RuntimeError("NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault"), False),
+        (dist.DistBackendError("NCCL error: unhandled cuda error 'uncorrectable ECC error encountered'"), True),
+        (from_(ValueError("step failed"), ECC), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), False),
+        (RuntimeError("0 volatile uncorrectable ECC errors"), False),
+        (ValueError("uncorrectable ECC error encountered"), False),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_hardware_is_known_by_the_drivers_words(failure: BaseException, hardware: bool) -> None:
+    assert told_of(failure).hardware is hardware
 
 
 def test_exceptions_that_cause_each_other_are_no_endless_chain() -> None:

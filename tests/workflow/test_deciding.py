@@ -141,6 +141,13 @@ def test_a_reschedule(task: str, ignore: bool) -> None:
     assert flow.states("g0", "g1", "g2") == [RUNNING] * 3
 
 
+def test_one_that_moves_takes_nobodys_place() -> None:
+    flow = running(group(), nodes=(*NODES, Node("n4", 4)))
+    flow.end("g0", 3)
+    flow.stop_those_told()
+    assert [flow.stands.tasks[name].node for name in ("g0", "g1", "g2")] == ["n4", "n2", "n3"]
+
+
 def test_who_had_completed_begins_anew_with_the_others() -> None:
     flow = running(group(ignore_nonlead=False))
     flow.end("g1", 0)

@@ -2,91 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-WAIT_S = 40.0
-
-
-class Here:
-    """A folder with a workflow file, and workflows of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.env = {**os.environ, "HOLDFAST_WORKFLOWS": str(folder / "workflows"), "PYTHONDONTWRITEBYTECODE": "1"}
-        self.said = Path(tempfile.mkdtemp(dir="/var/tmp", prefix="holdfast-test-"), "said")  # tasks see no /tmp of ours
-        self._started: list[subprocess.Popen[str]] = []
-
-    def file(self, text: str) -> Path:
-        path = self.folder / "flow.yaml"
-        path.write_text(textwrap.dedent(text).replace("UP", f"file://{self.folder}/up"))
-        return path
-
-    def start(self, *args: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "holdfast", "workflow", *args]
-        process = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._started.append(process)
-        return process
-
-    def run(self, *args: str) -> tuple[int, str, str]:
-        process = self.start(*args)
-        out, err = process.communicate(timeout=WAIT_S)
-        return process.returncode, out, err
-
-    def status(self, identity: str = "") -> dict[str, Any]:
-        code, out, err = self.run("status", "--json", *([identity] if identity else []))
-        assert code == 0, err
-        return json.loads(out)  # type: ignore[no-any-return]
-
-    def until(self, wanted: str) -> str:
-        """The text of a file that tasks write, once it has that."""
-        end_s = time.monotonic() + WAIT_S
-        while time.monotonic() < end_s:
-            text = self.said.read_text() if self.said.exists() else ""
-            if wanted in text:
-                return text
-            time.sleep(0.01)
-        raise AssertionError(f"{wanted!r} was never said")
-
-    def end(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        left = [
-            int(entry)
-            for entry in os.listdir("/proc")
-            if entry.isdigit() and str(self.folder).encode() in _environ(int(entry))
-        ]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.said.parent)
-
-
-def _environ(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
+from flows import WAIT_S, Here
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Here]:
-    here = Here(tmp_path)
-    yield here
-    here.end()
+    with Here(tmp_path) as here:
+        yield here
 
 
 def test_a_task_that_is_rescheduled_goes_on_from_its_checkpoint_on_another_node(here: Here) -> None:
@@ -181,8 +106,7 @@ def test_a_runner_that_is_killed_is_started_again_and_nothing_runs_twice(here: H
     path = here.file(SLEEPS.replace("{SAID}", str(here.said)))
     runner = here.start("submit", str(path))
     here.until("begun 1")
-    runner.kill()
-    runner.wait()
+    here.kill(runner)
     status = here.status()
     assert status["runner"] is None and status["tasks"]["a"]["state"] == "running"
     assert "its runner is gone; go on with: holdfast workflow resume w-1" in here.run("status")[1]
@@ -190,23 +114,14 @@ def test_a_runner_that_is_killed_is_started_again_and_nothing_runs_twice(here: H
     assert code == 0, out + err
     said = here.said.read_text()
     assert said.count("begun") == 1 and said.count("done") == 1
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _sleeps(int(pid), here)]
-
-
-def _sleeps(pid: int, here: Here) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return command.startswith(b"sleep") and str(here.folder).encode() in _environ(pid)
+    assert here.left() == []
 
 
 def test_a_task_that_ends_while_nobody_looks(here: Here) -> None:
     path = here.file(SLEEPS.replace("{SAID}", str(here.said)))
     runner = here.start("submit", str(path))
     here.until("begun 1")
-    runner.kill()
-    runner.wait()
+    here.kill(runner)
     here.until("done")
     assert here.run("resume")[0] == 0
     assert here.status()["tasks"]["a"] | {"why": ""} == {
@@ -225,11 +140,10 @@ def test_cancel_with_a_runner_and_without_one(here: Here) -> None:
     here.said.unlink()
     runner = here.start("submit", str(path))
     here.until("begun 1")
-    runner.kill()
-    runner.wait()
+    here.kill(runner)
     assert here.run("cancel", "w-2")[0] == 0
     assert here.status("w-2")["state"] == "canceled"
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and _sleeps(int(pid), here)]
+    assert here.left() == []
     code, _, err = here.run("cancel", "w-2")
     assert code == 1 and err == "holdfast workflow: w-2 is over\n"
 

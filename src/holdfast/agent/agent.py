@@ -131,6 +131,8 @@ class Agent:
         try:
             await self._begin(options, run_dir, listener)
         except preflight.Refused:
+            if self._finished.done():
+                return  # how it ended is known: it was told to stop, say, and what was asked for may well be had
             run_dir.discard_if_temporary()
             raise
 
@@ -179,9 +181,9 @@ class Agent:
     def _world(self) -> RunningWorld | None:
         return self._stage.world if self._stage is not None else None
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, elsewhere: bool = False) -> None:
         if not self._finished.done():
-            self._finished.set_result(acts.Finish(Kind.LAUNCHER, reason))
+            self._finished.set_result(acts.Finish(Kind.LAUNCHER, reason, elsewhere=elsewhere))
 
     def _workers_env(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -289,7 +291,7 @@ class Agent:
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
         if self._node is None:
-            self._refuse(f"{what} before any worker started")
+            self._refuse(f"{what} before any worker started", elsewhere=True)
         self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
     def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
@@ -400,4 +402,5 @@ class Agent:
             error_file.forward(path, last.status)
         exits = self._node.exits if self._node is not None else ()
         incidents = tuple(self._records.incidents)
-        return Result(finish.kind, finish.reason, incidents, exits, self._records.run_dir.path, finish.drained)
+        run_dir = self._records.run_dir.path
+        return Result(finish.kind, finish.reason, incidents, exits, run_dir, finish.drained, finish.elsewhere)

@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     signals: tuple[int, ...] = DEFAULT_SIGNALS
     retry_same_error: bool = False
     exit_code_from_cause: bool = False
+    reschedule_exit_code: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: a free one for every world
     virtual_local_rank: bool = False

@@ -16,7 +16,7 @@ from holdfast.cli.usage import Remember, nearest
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {
     *("restart_policy", "restart_budget", "restart_refill", "retry_same_error", "exit_code_from_cause", "cold_start"),
-    "resume",
+    *("resume", "reschedule_exit_code"),
     *("spares", "rank_assignment", "node_timeout", "secret_file", "insecure", "tls_cert", "tls_key", "tls_ca"),
     *fault_tolerance.DESTS,
 }
@@ -27,7 +27,8 @@ Every option may be spelled with dashes or underscores, and torchrun's may be gi
 exit codes: 0 success, 1 failure, 2 usage; with --exit-code-from-cause a failure is
   81 the program's own error   82 torch's distributed backend   83 a signal            84 out of memory
   85 a hang                    86 a lost node                   87 stopped by a signal to holdfast
-  88 a helper process of holdfast was killed
+  88 a helper process of holdfast was killed                    89 failing hardware
+with --reschedule-exit-code=N what another machine may cure is N: 82, 83 and 85 to 89, unless restarts got no further
 """
 
 
@@ -390,5 +391,14 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="the checkpoint to begin with: latest (the default), best, epoch:N, step:N or a path",
     )
     _add(group, "exit-code-from-cause", env=False, flag=True, help="exit with a code that names the cause, see below")
+    _add(
+        group,
+        "reschedule-exit-code",
+        env=False,
+        type=at_least(1, 255),
+        default=None,
+        metavar="N",
+        help="exit with N where another machine may do better, or the job was stopped by a signal; see below",
+    )
     _add(group, "cold-start", env=False, flag=True, help="start each rank as a new process that imports torch itself")
     group.add_argument("--version", action="version", version=f"holdfast {__version__}")

@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as bug:
         return _internal_error(bug)
-    return result.exit_code(options.exit_code_from_cause)
+    if options.reschedule_exit_code is not None and result.is_worth_rescheduling:
+        print(f"holdfast: worth rescheduling: exit code {options.reschedule_exit_code}", file=sys.stderr)
+    return result.exit_code(options.exit_code_from_cause, options.reschedule_exit_code)
 
 
 def read(args: Namespace) -> Options:
@@ -63,6 +65,7 @@ def read(args: Namespace) -> Options:
         signals=_signals(args.signals_to_handle),
         retry_same_error=args.retry_same_error,
         exit_code_from_cause=args.exit_code_from_cause,
+        reschedule_exit_code=args.reschedule_exit_code,
         master_addr=cluster.unbracketed(args.local_addr or args.master_addr),
         master_port=args.master_port or 0 if settings.alone and not args.standalone else 0,
         virtual_local_rank=args.virtual_local_rank,

@@ -10,17 +10,20 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from holdfast import linux
 from holdfast.cli.flags import open_parser
-from holdfast.workflow import deciding, homes, lives, machine, placing, reading, table, templates
+from holdfast.workflow import deciding, following, homes, lives, machine, placing, reading, table, templates
 from holdfast.workflow.local import Local
 from holdfast.workflow.record import LOCAL, SLURM, Record, Submitted, save
-from holdfast.workflow.runner import Backend, Runner, Works
+from holdfast.workflow.runner import Backend, Left, Runner, Works
+from holdfast.workflow.shown import AGE_S, Screen, Shown, size
 from holdfast.workflow.spec import Problem, Workflow
 
 
@@ -29,9 +32,17 @@ def main(argv: Sequence[str]) -> int:
     act: Callable[[argparse.Namespace], int] = args.act
     try:
         return act(args)
-    except (Problem, homes.NotThere, homes.Taken) as failure:
+    except (Problem, homes.NotThere, homes.Taken, Left) as failure:
         print(f"holdfast workflow: {failure}", file=sys.stderr)
-        return 2 if isinstance(failure, Problem) else 1
+        return 2 if isinstance(failure, Problem) else 130 if isinstance(failure, Left) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say is for nobody
+        return 1
+    except OSError as failure:
+        print(f"holdfast workflow: {failure}", file=sys.stderr)
+        return 1
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,10 +68,13 @@ def make_parser() -> argparse.ArgumentParser:
         one = _add(acts, name, act, what)
         one.add_argument("id", nargs="?", default="", metavar="ID", help="default: the last that was submitted")
         one.add_argument("--json", action="store_true", help="for programs")
+        if name == "status":
+            one.add_argument("-f", "--follow", action="store_true", help="go on showing it until it is over")
     one = _add(acts, "logs", _logs, "print what a task has printed")
     one.add_argument("id", metavar="ID")
     one.add_argument("task", metavar="TASK")
     one.add_argument("--attempt", type=_count, metavar="N", help="default: its last")
+    one.add_argument("-f", "--follow", action="store_true", help="until it has ended, and all of its attempts")
     _add(acts, "ls", _ls, "list the workflows of this machine").add_argument("--json", action="store_true")
     return parser
 
@@ -132,7 +146,7 @@ def _validate(args: argparse.Namespace) -> int:
 def _submit(args: argparse.Namespace) -> int:
     workflow, nodes = _read(args)
     if args.dry_run:
-        print(reading.rendering(Path(args.file).read_text(encoding="utf-8"), args.file, _values(args)).text, end="")
+        print(reading.rendering(reading.content(args.file), args.file, _values(args)).text, end="")
         return 0
     folder = homes.make(workflow.name)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -141,10 +155,9 @@ def _submit(args: argparse.Namespace) -> int:
         submitted = _to_slurm(folder, workflow, now)
     else:
         submitted = Submitted(folder.name, workflow, now, nodes=nodes, private=lives.can_be_private())
-    record = Record(submitted, deciding.begin(workflow))
     save(folder, submitted)
-    save(folder, record.standing)  # with which it is there
-    return _run(folder, record, args.json)
+    save(folder, deciding.begin(workflow))  # with which it is there
+    return _run(folder, args.json, "begins")
 
 
 def _to_slurm(folder: Path, workflow: Workflow, now: str) -> Submitted:
@@ -176,24 +189,31 @@ def _with_files(workflow: Workflow, folder: Path) -> Workflow:
     return replace(workflow, groups=tuple(groups))
 
 
-def _run(folder: Path, record: Record, as_json: bool, cancel: bool = False) -> int:
+def _run(folder: Path, as_json: bool, word: str, cancel: bool = False) -> int:
+    linux.raise_open_files()
     lock = homes.Lock(folder)
-    shown = _Shown(record, quiet=as_json)
     try:
+        record = homes.read(folder)  # not before: another may have had it until now
+        shown = Shown(record, as_json, word)
         code = asyncio.run(_running(folder, record, shown, cancel))
+    except OSError as failure:
+        text = f"{failure}; the tasks go on without a runner: holdfast workflow resume {folder.name}"
+        raise OSError(text) from failure
     finally:
         lock.release()
     shown.end()
     if as_json:
-        print(msgspec.json.encode(table.as_json(record, None)).decode())
+        print(msgspec.json.encode(table.as_json(record, None)).decode(), flush=True)
+    if threading.active_count() > 1:
+        os._exit(code)  # something still waits for a store that does not answer
     return code
 
 
-async def _running(folder: Path, record: Record, shown: _Shown, cancel: bool) -> int:
+async def _running(folder: Path, record: Record, shown: Shown, cancel: bool) -> int:
     runner, works = Runner(folder, record, shown.changed), Works()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, runner.cancel)
+    loop.add_signal_handler(signal.SIGTERM, runner.cancel)
+    loop.add_signal_handler(signal.SIGINT, lambda: runner.interrupt(works))
     if cancel:
         runner.cancel()
     backend: Backend
@@ -206,89 +226,65 @@ async def _running(folder: Path, record: Record, shown: _Shown, cancel: bool) ->
     return await runner.run(backend, works)
 
 
-class _Shown:
-    """A table that is written over on a terminal, a line for each change elsewhere."""
-
-    def __init__(self, record: Record, quiet: bool) -> None:
-        self._record, self._quiet = record, quiet
-        self._live = sys.stdout.isatty() and not quiet
-        self._lines = 0
-        self._before: dict[str, tuple[str, int]] = {}
-        if not quiet:
-            print(f"{record.id} begins; holdfast workflow status {record.id} shows how it stands", flush=True)
-
-    def changed(self) -> None:
-        if self._live:
-            self._draw()
-        elif not self._quiet:
-            for name, at in self._record.standing.tasks.items():
-                if self._before.get(name) != (at.state, at.attempt):
-                    self._before[name] = at.state, at.attempt
-                    if at.attempt:
-                        where = f" on {at.node}" if at.node else ""
-                        why = f": {at.why}" if at.why else ""
-                        print(f"{name} {at.state}{where}, attempt {at.attempt}{why}", flush=True)
-
-    def say(self, text: str) -> None:
-        if self._live:
-            sys.stdout.write(f"\x1b[{self._lines}F\x1b[J" if self._lines else "")
-            self._lines = 0
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
-        if self._live:
-            self._draw()
-
-    def end(self) -> None:
-        if self._live:
-            self._draw()
-        if not self._quiet:
-            print(table.summary(self._record), flush=True)
-
-    def _draw(self) -> None:
-        text = table.text(self._record)
-        sys.stdout.write((f"\x1b[{self._lines}F\x1b[J" if self._lines else "") + text + "\n")
-        sys.stdout.flush()
-        self._lines = text.count("\n") + 1
-
-
 # -- the others -------------------------------------------------------------------------------------------------------
 
 
 def _status(args: argparse.Namespace) -> int:
     folder = homes.find(args.id)
+    if args.follow:
+        return _follow_status(folder, args.json)
     record, runner = homes.read(folder), homes.runner(folder)
     if args.json:
         print(msgspec.json.encode(table.as_json(record, runner)).decode())
     else:
-        print(table.text(record))
+        print(table.text(record, size()[0] if sys.stdout.isatty() else None))
         print(table.summary(record))
         if runner is None and not deciding.is_over(record.standing):
             print(f"its runner is gone; go on with: holdfast workflow resume {record.id}")
     return 0
 
 
+def _follow_status(folder: Path, as_json: bool) -> int:
+    """A table that is written over; elsewhere, or for programs, one after the other."""
+    live = sys.stdout.isatty() and not as_json
+    screen = Screen()
+
+    def draw(record: Record) -> None:
+        if live:
+            screen.draw(record)
+        elif as_json:
+            print(msgspec.json.encode(table.as_json(record, homes.runner(folder))).decode(), flush=True)
+        else:
+            print(table.text(record), flush=True)
+
+    record = following.follow_table(folder, draw, AGE_S if live else None)
+    if not as_json:
+        print(table.summary(record))
+    return 0
+
+
 def _resume(args: argparse.Namespace) -> int:
-    folder = homes.find(args.id)
-    record = homes.read(folder)
-    return _run(folder, record, args.json)
+    return _run(homes.find(args.id), args.json, "goes on")
 
 
 def _cancel(args: argparse.Namespace) -> int:
     """By its runner, or, where that is gone, here."""
     folder = homes.find(args.id)
-    runner = homes.runner(folder)
-    if runner is None:
-        record = homes.read(folder)
-        if deciding.is_over(record.standing):
-            raise homes.NotThere(f"{folder.name} is over")
-        _run(folder, record, args.json, cancel=True)
+    record = homes.read(folder)
+    if deciding.is_over(record.standing):
+        raise homes.NotThere(f"{folder.name} is over")
+    if (runner := homes.runner(folder)) is None:
+        _run(folder, args.json, "is canceled", cancel=True)
         return 0
-    fd = os.pidfd_open(runner)
-    try:
-        signal.pidfd_send_signal(fd, signal.SIGTERM)
-        select.select([fd], [], [])  # it has ended
-    finally:
-        os.close(fd)
-    print(table.summary(homes.read(folder)))
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(runner)
+        try:
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            select.select([fd], [], [])  # it has ended
+        finally:
+            os.close(fd)
+    record = homes.read(folder)
+    print(msgspec.json.encode(table.as_json(record, None)).decode() if args.json else table.summary(record))
     return 0
 
 
@@ -296,20 +292,25 @@ def _logs(args: argparse.Namespace) -> int:
     folder = homes.find(args.id)
     record = homes.read(folder)
     if args.task not in record.standing.tasks:
-        raise homes.NotThere(f"{record.id} has no task {args.task!r}: {', '.join(record.standing.tasks)}")
-    attempt = args.attempt or record.standing.tasks[args.task].attempt
-    life = folder / "tasks" / args.task / str(attempt)
-    if not life.is_dir():
-        raise homes.NotThere(f"{args.task} has no attempt {attempt}")
-    for name, out in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        with contextlib.suppress(FileNotFoundError):
-            out.buffer.write((life / name).read_bytes())
-            out.flush()
+        raise homes.NotThere(f"{record.id} has no task {args.task!r}: {table.some(record.standing.tasks)}")
+    at = record.standing.tasks[args.task]
+    if (args.attempt or 0) > at.attempt or not (args.follow or at.attempt):
+        has = f"its last is {at.attempt}" if at.attempt else f"it has not begun; it is {at.state}"
+        raise homes.NotThere(f"{args.task} has no attempt {args.attempt or 1}: {has}")
+    if args.follow:
+        following.follow(folder, args.task, args.attempt, lambda text: print(f"holdfast: {text}", file=sys.stderr))
+    else:
+        following.Printed(folder / "tasks" / args.task / str(args.attempt or at.attempt)).show()
     return 0
 
 
 def _ls(args: argparse.Namespace) -> int:
-    records = [(homes.read(folder), homes.runner(folder)) for folder in homes.there()]
+    records = []
+    for folder in homes.there():
+        try:
+            records.append((homes.read(folder), homes.runner(folder)))
+        except homes.NotThere as failure:
+            print(f"holdfast workflow: {failure}", file=sys.stderr)
     if args.json:
         print(msgspec.json.encode([table.as_json(*one) for one in records]).decode())
         return 0

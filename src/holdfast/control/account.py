@@ -61,11 +61,8 @@ class Account:
         self.history = self.history.seen(failure)
         charged = self._is_charged(first, ended.stepped)
         decision = self._decide(self.history, failure) if charged else self._uncounted(first)
-        if (most := self._settings.max_no_progress) and self.history.stalled >= most:
-            decision = GiveUp(
-                f"{most} restarts in a row got no further than step {self.history.reached} "
-                "(--max-no-progress-restarts sets how many may)"
-            )
+        if 0 < self._settings.max_no_progress <= self.history.stalled:
+            decision = self._stalled(opened.kind)
         if self._settings.alone and (stuck := next((c for c in causes if c.stuck), None)):
             # There is no other node, and this one holds ranks that cannot be ended.
             opened, decision = _with(opened, kind=Kind.HANG), GiveUp(stuck.headline)
@@ -81,6 +78,15 @@ class Account:
         if charged and isinstance(decision, Restart):
             self.history = self.history.charged()
         return Answer(first, decision)
+
+    def _stalled(self, kind: Kind) -> GiveUp:
+        """What comes again and again at one step may be the program's own doing, on whatever machine, however it ends.
+        But no program makes a driver tell of failing hardware, and none sends us signals."""
+        reason = (
+            f"{self._settings.max_no_progress} restarts in a row got no further than step {self.history.reached} "
+            "(--max-no-progress-restarts sets how many may)"
+        )
+        return GiveUp(reason, elsewhere=None if kind in (Kind.HARDWARE, Kind.PREEMPTED) else False)
 
     def _uncounted(self, first: Cause) -> Restart:
         """No budget ends a loop of these, so one that gets nowhere must slow down by itself. Nodes that join need not:

@@ -206,6 +206,7 @@ class Finish(msgspec.Struct, frozen=True):
     kind: Kind | None
     reason: str = ""
     drained: bool = False  # it was told to end, and all ranks here did so in order
+    elsewhere: bool | None = None  # whether another machine may do better; None: the kind says
 
 
 Action = (

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.control import protocol
 from holdfast.control.account import Ended
-from holdfast.control.causes import Cause, Kind, explained, signal_name
+from holdfast.control.causes import Cause, Kind, explained, is_worth_rescheduling, signal_name
 from holdfast.control.forming import Forming, Phase
 from holdfast.control.membership import Member, Policy
 from holdfast.control.orders import Action, End, Send, Timer, Write
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 STOPPED_BEFORE = "the coordinator before this one had it stopped"
 # What speaks against a machine. A program's own error would come anywhere, and a broken collective is seldom the fault
 # of the one who says so.
-STRIKES = (Kind.SIGNAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.LOST_NODE, Kind.LAUNCHER)
+STRIKES = (Kind.SIGNAL, Kind.OUT_OF_MEMORY, Kind.HARDWARE, Kind.HANG, Kind.LOST_NODE, Kind.LAUNCHER)
 
 
 class Breaking(Forming):
@@ -169,7 +169,8 @@ class Breaking(Forming):
         opened = protocol.Opened(self.account.incident, now_s)
         actions += [Write(self._record(now_s)), *self._broadcast(opened)]
         if isinstance(answer.decision, GiveUp):
-            return actions + self._finish(now_s, opened.incident.kind, answer.decision.reason)
+            given_up = answer.decision
+            return actions + self._finish(now_s, opened.incident.kind, given_up.reason, given_up.elsewhere)
         actions += self._judge(now_s, answer.first)
         if answer.decision.after_s > 0:
             self._enter(Phase.WAITING)
@@ -208,13 +209,13 @@ class Breaking(Forming):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, now_s: float, kind: Kind | None, reason: str = "") -> list[Action]:
+    def _finish(self, now_s: float, kind: Kind | None, reason: str = "", elsewhere: bool | None = None) -> list[Action]:
         actions = self._close_incident(now_s)
-        over = self.over = protocol.Over(kind, reason, self.steps)
-        # A spare has done its part, however the others fared.
+        over = self.over = protocol.Over(kind, reason, self.steps, elsewhere)
+        # A spare has done its part, however the others fared. But it goes where they go.
         had_world = self.phase in (Phase.RUNNING, Phase.STOPPING)
         spares = {node for node in self.members if had_world and node not in self.seats}
-        released = protocol.Over(None, reason, self.steps)
+        released = protocol.Over(None, reason, self.steps, is_worth_rescheduling(kind, elsewhere) or None)
         told: list[Action] = [Send(node, released if node in spares else over) for node in self.members]
         self._enter(Phase.OVER)
         self.seats = {}

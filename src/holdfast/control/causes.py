@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,6 +11,7 @@ import msgspec
 
 from holdfast.control.stacks import MAX_RANKS, Group, merge, suspects, trimmed
 from holdfast.wire.messages import Raised
+from holdfast.wire.symptoms import is_backend, is_hardware
 
 
 class Kind(StrEnum):
@@ -19,6 +21,7 @@ class Kind(StrEnum):
     BACKEND = "backend"  # torch's distributed layer: a peer, a network, a driver
     SIGNAL = "signal"  # a signal nobody of ours sent
     OUT_OF_MEMORY = "out-of-memory"
+    HARDWARE = "hardware"  # a GPU that says so itself
     HANG = "hang"
     LOST_NODE = "lost-node"
     PREEMPTED = "preempted"  # the job itself was told to stop
@@ -30,7 +33,7 @@ class Kind(StrEnum):
 # Says to whoever requeues failed jobs that this one is not to be; the peers' code for it.
 EXIT_DO_NOT_REQUEUE = 93
 
-# With --exit-code-from-cause. The block 81-88 is free of shells' codes (126 and up) and of sysexits' (64 to 78).
+# With --exit-code-from-cause. The block 81-89 is free of shells' codes (126 and up) and of sysexits' (64 to 78).
 EXIT_CODES = {
     Kind.ERROR: 81,
     Kind.BACKEND: 82,
@@ -40,9 +43,19 @@ EXIT_CODES = {
     Kind.LOST_NODE: 86,
     Kind.PREEMPTED: 87,
     Kind.LAUNCHER: 88,
+    Kind.HARDWARE: 89,
     Kind.REQUESTED: EXIT_DO_NOT_REQUEUE,
     Kind.MEMBERSHIP: 86,  # as a lost node: the job wanted another size
 }
+
+# What another machine may cure. A program's error would come again there, and so would its want of memory: the other
+# machine has no more of it. A rank that asked for the end knows why.
+_CURED_ELSEWHERE = frozenset(Kind) - {Kind.ERROR, Kind.OUT_OF_MEMORY, Kind.REQUESTED}
+
+
+def is_worth_rescheduling(kind: Kind | None, elsewhere: bool | None = None) -> bool:
+    """Whether a job that ended so should run on another machine. `elsewhere`: what was decided beyond the kind."""
+    return kind in _CURED_ELSEWHERE if elsewhere is None else elsewhere
 
 
 class RankExit(msgspec.Struct, frozen=True):
@@ -67,14 +80,20 @@ class RankExit(msgspec.Struct, frozen=True):
             return Kind.LAUNCHER
         if self.oom_killed or (self.raised is not None and self.raised.out_of_memory):
             return Kind.OUT_OF_MEMORY
+        if _is_hardware(self):
+            return Kind.HARDWARE
         if self.raised is not None:
             return Kind.BACKEND if self.raised.distributed else Kind.ERROR
-        if self.status < 0:
-            return Kind.BACKEND if _aborted_by_backend(self) else Kind.SIGNAL
-        return Kind.ERROR
+        if _ended_by_backend(self):
+            return Kind.BACKEND
+        return Kind.SIGNAL if self.status < 0 else Kind.ERROR
 
     @property
     def headline(self) -> str:
+        return f"{self._headline}; it looks like the hardware" if self.kind is Kind.HARDWARE else self._headline
+
+    @property
+    def _headline(self) -> str:
         if self.not_started:
             return f"could not be started: {self.not_started}"
         if self.raised is not None:
@@ -178,7 +197,29 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _aborted_by_backend(exit: RankExit) -> bool:
-    """NCCL's watchdog ends a rank whose peer is gone with SIGABRT, after saying why."""
+def _is_hardware(exit: RankExit) -> bool:
+    """A rank that told of its exception has told all. Of one that a watchdog has ended, or that was started cold, the
+    last words count."""
+    if exit.raised is not None:
+        return exit.raised.hardware
+    return exit.status != 0 and is_hardware("\n".join(exit.stderr_tail))
+
+
+# The last line of a traceback, perhaps behind what torch puts before it.
+_RAISED = re.compile(r"^(?:\[rank\d+\]:\s?)?([A-Za-z_][\w.]*(?:Error|Exception))(?::|$)(.*)", re.M)
+
+
+def _ended_by_backend(exit: RankExit) -> bool:
+    """NCCL's watchdog ends a rank whose peer is gone with SIGABRT, after saying why. A program that was started cold
+    tells of its exception on stderr alone."""
     text = "\n".join(exit.stderr_tail)
-    return exit.status == -signal.SIGABRT and ("ProcessGroupNCCL" in text or "NCCL watchdog" in text)
+    if exit.status == -signal.SIGABRT:
+        return "ProcessGroupNCCL" in text or "NCCL watchdog" in text
+    raised = _RAISED.findall(text) if exit.status > 0 else []
+    return bool(raised) and _is_backends(*raised[-1])
+
+
+def _is_backends(name: str, text: str) -> bool:
+    if name.startswith("torch.distributed.Dist"):
+        return True
+    return name in ("RuntimeError", "ConnectionError") and is_backend(text)

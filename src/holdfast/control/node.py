@@ -149,13 +149,13 @@ class Node(Standing):
                 return [DumpStacks(generation, event, native=True)]
             case protocol.Shown():
                 return [Shown(event)]
-            case protocol.Over(kind=kind, reason=reason, steps=steps):
+            case protocol.Over(kind=kind, reason=reason, steps=steps, elsewhere=elsewhere):
                 self.steps = max(self.steps, steps)
                 if self.over is not None and self.over.kind is Kind.LOST_NODE:
                     self.over = None  # it had given the job up, and now hears how that ended
-                return self._finish_when_down(now_s, Finish(kind, reason), "the job has ended")
+                return self._finish_when_down(now_s, Finish(kind, reason, elsewhere=elsewhere), "the job has ended")
             case protocol.Refused(reason=reason):
-                return self._finish_when_down(now_s, Finish(Kind.LAUNCHER, reason), reason)
+                return self._finish_when_down(now_s, Finish(Kind.LAUNCHER, reason, elsewhere=False), reason)
             case protocol.Standby(why=text) | protocol.Waiting(why=text) | protocol.Note(text=text):
                 return [Told(text)]
         return []

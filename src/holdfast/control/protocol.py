@@ -16,7 +16,7 @@ from holdfast.control.incidents import Incident
 from holdfast.control.stacks import Group
 from holdfast.control.worlds import World
 
-VERSION = 3
+VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -276,6 +276,7 @@ class Over(Message, frozen=True):
     kind: Kind | None
     reason: str = ""
     steps: int = 0
+    elsewhere: bool | None = None  # whether another machine may do better; None: the kind says
 
 
 class Seen(Message, frozen=True):

@@ -82,6 +82,7 @@ class Restart(msgspec.Struct, frozen=True):
 
 class GiveUp(msgspec.Struct, frozen=True):
     reason: str
+    elsewhere: bool | None = None  # whether another machine may do better; None: the failure's kind says
 
 
 Decide = Callable[[History, Failure], Restart | GiveUp]
@@ -101,7 +102,8 @@ def decide_unless_same_error(history: History, failure: Failure) -> Restart | Gi
     if history.same_error_in_a_row >= SAME_ERROR_LIMIT:
         return GiveUp(
             f"the same error {SAME_ERROR_LIMIT} times in a row before the first step is a bug in the program, "
-            "not a fault of the machine (--retry-same-error goes on regardless)"
+            "not a fault of the machine (--retry-same-error goes on regardless)",
+            elsewhere=False,
         )
     return decide(history, failure)
 

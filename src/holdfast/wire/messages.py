@@ -214,6 +214,7 @@ class Raised(Message, frozen=True):
     where: str = ""
     distributed: bool = False
     out_of_memory: bool = False
+    hardware: bool = False
 
 
 class Poke(Message, frozen=True):

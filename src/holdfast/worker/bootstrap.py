@@ -91,6 +91,7 @@ class Reporter:
                 where=told.where,
                 distributed=told.distributed,
                 out_of_memory=told.out_of_memory,
+                hardware=told.hardware,
             )
         )
 

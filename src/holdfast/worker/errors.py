@@ -12,13 +12,11 @@ import traceback
 from types import TracebackType
 from typing import NamedTuple
 
+from holdfast.wire.symptoms import is_backend, is_hardware
+
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MAX_TRACEBACK_CHARS = 32_000
 
-# Torch raises plain RuntimeErrors for much of what its backends report.
-_BACKEND_WORDS = re.compile(
-    r"gloo|nccl|c10d|ProcessGroup|TCPStore|Socket Timeout|Connection (closed|reset|refused)", re.I
-)
 _MEMORY_WORDS = re.compile(r"can't allocate memory|out of memory", re.I)
 
 
@@ -28,6 +26,7 @@ class Told(NamedTuple):
     where: str  # "train.py:12"
     distributed: bool  # raised by torch's distributed layer, so perhaps by another rank's death
     out_of_memory: bool
+    hardware: bool
 
 
 def describe(failure: BaseException) -> Told:
@@ -41,6 +40,7 @@ def describe(failure: BaseException) -> Told:
         where=where,
         distributed=any(_is_distributed(link) for link in _chain(failure)),
         out_of_memory=any(_is_out_of_memory(link) for link in _chain(failure)),
+        hardware=any(isinstance(link, RuntimeError) and is_hardware(str(link)) for link in _chain(failure)),
     )
 
 
@@ -98,7 +98,7 @@ def _is_distributed(failure: BaseException) -> bool:
     kinds = tuple(getattr(dist, name) for name in ("DistError",) if hasattr(dist, name))
     if isinstance(failure, kinds):
         return True
-    return type(failure) in (RuntimeError, ConnectionError) and _BACKEND_WORDS.search(str(failure)) is not None
+    return type(failure) in (RuntimeError, ConnectionError) and is_backend(str(failure))
 
 
 def _is_out_of_memory(failure: BaseException) -> bool:
@@ -106,4 +106,5 @@ def _is_out_of_memory(failure: BaseException) -> bool:
 
     if isinstance(failure, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return type(failure) is RuntimeError and _MEMORY_WORDS.search(str(failure)) is not None
+    plain = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))  # which older ones do not have
+    return type(failure) in plain and _MEMORY_WORDS.search(str(failure)) is not None

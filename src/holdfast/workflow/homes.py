@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import msgspec
 
 from holdfast.workflow.record import Record, load
 
+LOOKS_S = 0.2  # who only looks whether there is a runner has the lock for a moment
 HOME = "HOLDFAST_WORKFLOWS"  # in the environment: a folder for them, not the user's own
 
 
@@ -55,7 +57,14 @@ def there() -> list[Path]:
     if not root().is_dir():
         return []
     found = [folder for folder in root().iterdir() if (folder / "standing.json").is_file()]
-    return sorted(found, key=lambda folder: (folder / "made").stat().st_mtime_ns)
+    return sorted(found, key=_made_ns)
+
+
+def _made_ns(folder: Path) -> int:
+    try:
+        return (folder / "made").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def read(folder: Path) -> Record:
@@ -65,16 +74,25 @@ def read(folder: Path) -> Record:
         raise NotThere(f"{folder} cannot be read: {failure}") from None
 
 
+def _take(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class Lock:
     """Held by the one runner of a workflow as long as it lives."""
 
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / "runner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise Taken(f"{folder.name} has a runner, process {runner(folder)}") from None
+        end_s = time.monotonic() + LOOKS_S
+        while not _take(self._fd):
+            if time.monotonic() > end_s:
+                os.close(self._fd)
+                raise Taken(f"{folder.name} has a runner, process {runner(folder)}") from None
+            time.sleep(0.005)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 

@@ -9,7 +9,7 @@ same life, one does.
       tmp/.holdfast/inputs/N   what was fetched
       tmp/.holdfast/output
       stdout, stderr
-      pid          of the shell, as soon as it runs
+      pid          of the shell, as soon as it runs: as the kernel tells of it, and of which boot
       exit         the code, when all is over
 """
 
@@ -18,38 +18,47 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from holdfast import linux
 
 # The first process of the task's own namespace: whatever it leaves behind ends with it. The first process of a
-# namespace gets no signal that it has no handler for, so the task itself is its child.
+# namespace gets no signal that it has no handler for, so the task itself is its child. It may be told to end before
+# that is there, and is told until it has; the task hears of it once.
 _FIRST = """
+child= told=
+tell() { kill -TERM -$child 2>/dev/null || kill -TERM $child 2>/dev/null; }
+trap '[ -n "$told" ] || { told=1; [ -z "$child" ] || tell; }' TERM
 setsid "$@" &
 child=$!
-trap 'kill -TERM -$child 2>/dev/null' TERM
+[ -z "$told" ] || tell
 wait $child; code=$?
 while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
 exit $code
 """
 
-# $1: the life's folder. $2: where its output goes. The rest is the command. With noclobber the first to write `pid` is
-# the one who runs.
+# $1: the life's folder. $2: where its output goes. $3: how many files the task may have open. The rest is the command.
+# With noclobber the first to write `pid` is the one who runs.
 _SHELL = """
 cd "$1" || exit 1
+read -r stat < /proc/$$/stat
+read -r boot < /proc/sys/kernel/random/boot_id
 set -C
-{ echo "$$ $(cut -d' ' -f22 /proc/$$/stat)" > pid; } 2>/dev/null || exit 0
+{ echo "$stat" "$boot" > pid; } 2>/dev/null || exit 0
 set +C
 exec >/dev/null
 out=$2
-shift 2
+ulimit -S -n "$3"
+shift 3
 "$@" </dev/null >"$out/stdout" 2>"$out/stderr" &
 child=$!
 trap 'kill -TERM $child 2>/dev/null' TERM
@@ -60,6 +69,8 @@ echo $code > exit.part && mv exit.part exit
 
 
 MARK = "HOLDFAST_LIFE"  # in the environment of all that comes of one
+SETTLES_S = 1.0  # who has begun a life says so; it is the matter of a moment
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a runner of many tasks may have more
 _TMP = re.compile(r"(?<![\w/.-])/tmp(?![\w.-])")
 
 
@@ -104,12 +115,14 @@ class Life:
         inner = ["sh", "-c", _FIRST, "task", *command]
         if self.private:
             mounts = " && ".join([*self._mounts(), 'exec "$@"'])
+            # Whoever signals all there is (Slurm does) would end the namespace with its maker, at once.
             inner = [
+                "env", "--ignore-signal=TERM",
                 "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private",
-                "sh", "-c", mounts, "mount", *inner,
+                "env", "--default-signal=TERM", "sh", "-c", mounts, "mount", *inner,
             ]  # fmt: skip
         shell = subprocess.Popen(
-            ["sh", "-c", _SHELL, "life", str(self.folder), str(self._out), *inner],
+            ["sh", "-c", _SHELL, "life", str(self.folder), str(self._out), str(OPEN_FILES), *inner],
             env={**environment, MARK: str(self.folder)},
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -119,7 +132,15 @@ class Life:
         assert shell.stdout is not None
         with shell.stdout as pipe:
             pipe.read()  # which it closes when it has said who it is
+        self.settle()
         return shell
+
+    def settle(self) -> None:
+        """Wait until it is said who has begun it, if somebody does so at this moment."""
+        end_s = time.monotonic() + SETTLES_S
+        with contextlib.suppress(FileNotFoundError):
+            while not (self.folder / "pid").stat().st_size and time.monotonic() < end_s:
+                time.sleep(0.001)
 
     def _mounts(self) -> list[str]:
         """Its own /tmp in the place of the machine's, but for what Python runs from, wherever that is."""
@@ -134,7 +155,8 @@ class Life:
     def forbid(self) -> bool:
         """Nobody may begin it any more. False if it has begun."""
         try:
-            os.close(os.open(self.folder / "pid", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+            with open(self.folder / "pid", "x") as file:
+                file.write("nobody\n")
         except FileExistsError:
             return False
         except FileNotFoundError:
@@ -146,18 +168,20 @@ class Life:
     def pid(self) -> int | None:
         """Of its shell, if it is still that one."""
         try:
-            number, start = (self.folder / "pid").read_text().split()
-            fields = linux.read(f"/proc/{number}/stat").rpartition(")")[2].split()
-        except (OSError, ValueError, IndexError):
-            return None
-        return int(number) if fields[19] == start and fields[0] not in "ZX" else None
+            said = (self.folder / "pid").read_text()
+            number = int(said.split(" ", 1)[0])
+            now = linux.read(f"/proc/{number}/stat") + linux.read("/proc/sys/kernel/random/boot_id")
+        except (FileNotFoundError, ProcessLookupError, ValueError):
+            return None  # no other error: one that cannot be looked at is not gone
+        here, then = (text.rpartition(")")[2].split() for text in (now, said))
+        return number if here[0] not in "ZX" and (here[19], here[-1]) == (then[19], then[-1]) else None
 
     @property
     def has_begun(self) -> bool:
         return (self.folder / "pid").exists()
 
     def ask(self) -> None:
-        """It to end."""
+        """It to end. It may be too early for that to be heard, and it may be asked again."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -178,22 +202,32 @@ class Life:
     # -- after --------------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """End what is left of it: what has left its tree where that has no namespace, or all of it where its shell was
-        killed. They know whose they are."""
-        mark = f"{MARK}={self.folder}".encode()
-        while left := [pid for pid in _processes() if mark in _environment(pid).split(b"\0")]:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            for pid in left:
-                _wait_for(pid)
+        sweep([self.folder])
 
     def code(self) -> int | None:
         """None: nobody has written it down, because even its shell was killed."""
         try:
             return int((self.folder / "exit").read_text())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return None
+
+
+def sweep(folders: Collection[Path]) -> None:
+    """End what is left of lives: what has left its tree where that has no namespace, or all of it where its shell was
+    killed. They know whose they are."""
+    marks = {f"{MARK}={folder}".encode() for folder in folders}
+    spared: set[int] = set()  # of another user, by now
+    while left := [pid for pid in _processes() if pid not in spared and not marks.isdisjoint(_environment(pid))]:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                spared.add(pid)
+        for pid in left:
+            if pid not in spared:
+                _wait_for(pid)
 
 
 def _below(pid: int) -> list[int]:
@@ -208,12 +242,13 @@ def _processes() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
 
 
-def _environment(pid: int) -> bytes:
+def _environment(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+            found = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return found.split(b"\0") if MARK.encode() in found else []
 
 
 def _wait_for(pid: int) -> None:

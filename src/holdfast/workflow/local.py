@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from holdfast.workflow.beside import HERE, Beside, place_of
 from holdfast.workflow.deciding import Action, Begin, Ended, Event, Prepare, Prepared, Stop
 from holdfast.workflow.lives import Life
 from holdfast.workflow.living import Known, Living
@@ -19,7 +20,9 @@ class Local:
         self, folder: Path, record: Record, works: Works, tell: Callable[[Event], None], say: Callable[[str], None]
     ) -> None:
         self._folder, self._record, self._works = folder, record, works
-        self._tell, self._say = tell, say
+        self._tell = tell
+        self._loop, self._say_here = asyncio.get_running_loop(), say
+        self._beside = Beside()
         self._lives: dict[tuple[str, int], Living] = {}  # those that have begun
         self.nodes = record.submitted.nodes
         self._hosts = {name: _address(at) for at, name in enumerate(record.standing.tasks)}
@@ -50,7 +53,9 @@ class Local:
         self._works.add(self._live(living, name, attempt))
 
     async def _prepare(self, name: str, attempt: int) -> None:
-        if failed := await asyncio.to_thread(self._living(name, attempt).prepare):
+        urls = [given.url for given in self._record.workflow.task(name).inputs if given.url]
+        place = place_of(urls[0]) if urls else HERE
+        if failed := await self._beside.run(place, self._living(name, attempt).prepare):
             self._tell(Ended(name, attempt, None, failed))
         else:
             self._tell(Prepared(name, attempt))
@@ -65,11 +70,15 @@ class Local:
         else:
             await living.stop()
 
+    def _say(self, text: str) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._say_here, text)
+
     def _living(self, name: str, attempt: int) -> Living:
         submitted = self._record.submitted
         life = self._life(name, attempt)
         known = lambda: self._known(name)  # noqa: E731
-        return Living(submitted, self._folder, name, attempt, life, known, self._tell, self._say)
+        return Living(submitted, self._folder, name, attempt, life, known, self._tell, self._say, self._beside)
 
     def _life(self, name: str, attempt: int) -> Life:
         return Life(self._folder / "tasks" / name / str(attempt), self._record.submitted.private)

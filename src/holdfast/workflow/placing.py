@@ -28,15 +28,16 @@ class Room:
         better than none."""
         if self._nodes is None:
             return [("", ()) for _ in waiting]
-        found: list[Place] = []
-        for spec in waiting:
+        found: dict[str, Place] = {}
+        # Those that can stay where they were first, or one that has to move might take their place.
+        for spec in sorted(waiting, key=lambda spec: tasks[spec.name].node in ("", *self._aside)):
             if (place := self._one(spec, tasks[spec.name])) is None:
-                for taken in found:
+                for taken in found.values():
                     self._give_back(taken)
                 return None
             self._take(place)
-            found.append(place)
-        return found
+            found[spec.name] = place
+        return [found[spec.name] for spec in waiting]
 
     def _one(self, spec: Task, mine: TaskStands) -> Place | None:
         def cost(node: Node) -> tuple[bool, bool, bool, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from holdfast.workflow import templates
@@ -26,6 +25,7 @@ from holdfast.workflow.spec import (
 
 _NAME = re.compile(r"[A-Za-z](?:[A-Za-z0-9_-]*[A-Za-z0-9])?")
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+MOST_BYTES = 16 * 1024 * 1024
 _SCHEMES = ("file", "s3", "gs", "az")
 
 _TASK = (
@@ -37,15 +37,23 @@ _TASK = (
 def read(path: str | os.PathLike[str], values: Mapping[str, Any] | None = None) -> Workflow:
     """`values` are those of `--set`, before the file's own."""
     file = os.fspath(path)
-    try:
-        content = Path(file).read_text(encoding="utf-8")
-    except OSError as failure:
-        raise Problem(failure.strerror or str(failure), file) from None
-    except UnicodeDecodeError:
-        raise Problem("it is no text in UTF-8", file) from None
-    rendered = rendering(content, file, values or {})
+    rendered = rendering(content(file), file, values or {})
     document = parse(rendered.text, file, rendered.lines)
     return _Reader(file).workflow(document.mapping(("workflow",))["workflow"])
+
+
+def content(file: str) -> str:
+    try:
+        with open(file, "rb") as opened:
+            found = opened.read(MOST_BYTES + 1)
+    except OSError as failure:
+        raise Problem(failure.strerror or str(failure), file) from None
+    if len(found) > MOST_BYTES:
+        raise Problem(f"it is larger than {MOST_BYTES >> 20} MiB", file)
+    try:
+        return found.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as wrong:
+        raise Problem("it is no text in UTF-8", file, found.count(b"\n", 0, wrong.start) + 1) from None
 
 
 def rendering(content: str, file: str, values: Mapping[str, Any]) -> templates.Rendered:

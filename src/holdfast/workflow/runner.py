@@ -19,6 +19,10 @@ from holdfast.workflow.record import Record, save
 from holdfast.workflow.standing import Node
 
 
+class Left(Exception):
+    """The runner was told to leave what it has not done yet. One line."""
+
+
 class Backend(Protocol):
     """Where tasks run. Methods are called in the runner's loop."""
 
@@ -47,7 +51,11 @@ class Works:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (failure := task.exception()) is not None and not self.failed.done():
+        if not task.cancelled() and isinstance(failure := task.exception(), Exception):
+            self.end(failure)
+
+    def end(self, failure: Exception) -> None:
+        if not self.failed.done():
             self.failed.set_exception(failure)
 
     async def close(self) -> None:
@@ -61,6 +69,7 @@ class Runner:
     def __init__(self, folder: Path, record: Record, changed: Callable[[], None]) -> None:
         self._folder, self._record, self._changed = folder, record, changed
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._interrupted = False
         self._moved = time.time() - time.monotonic()  # times in the record are the wall's, which a restart knows
 
     def tell(self, event: Event) -> None:
@@ -68,6 +77,14 @@ class Runner:
 
     def cancel(self) -> None:
         self.tell(Cancel())
+
+    def interrupt(self, works: Works) -> None:
+        """From a terminal. Who does so again does not want to wait for last checkpoints."""
+        if self._interrupted:
+            resume = f"holdfast workflow resume {self._record.id}"
+            works.end(Left(f"{self._record.id} is left as it is, some of it still ending; see to that with: {resume}"))
+        self._interrupted = True
+        self.cancel()
 
     async def run(self, backend: Backend, works: Works) -> int:
         works.failed.add_done_callback(lambda _: self.tell(Tick()))

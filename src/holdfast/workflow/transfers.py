@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from holdfast.checkpoint import names
+from holdfast.checkpoint import cloud, names
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.storage import Storage, open_storage
 
@@ -48,6 +48,12 @@ class Changing(Exception):
     """A file that is being written."""
 
 
+def may_pass(failure: BaseException) -> bool:
+    """Whether it is worth another try: a store that is down, and not one that has said no."""
+    cause = failure.__cause__
+    return cause is not None and not isinstance(cause, OSError) and not cloud.is_refused(cause)
+
+
 # -- to storage -------------------------------------------------------------------------------------------------------
 
 
@@ -64,6 +70,7 @@ class Upload:
     def run(self, writers_gone: bool = False) -> Done:
         """Raises CheckpointError; what was there before is there still."""
         if self._index is None:
+            self._storage.sweep()  # what one that was killed has left there
             self._index = read_index(self._storage)
         found = dict(self._files())
         new = [name for name, seen in found.items() if self._known.get(name) != seen]
@@ -71,8 +78,8 @@ class Upload:
         left_out: list[str] = []
         for name in sorted(new, key=lambda name: found[name][2]):  # in the order in which they were written
             try:
-                size += self._send(name, writers_gone)
-                files += 1
+                if self._send(name, writers_gone):
+                    files, size = files + 1, size + found[name][1]
             except Changing:
                 left_out.append(name)
             except FileNotFoundError:
@@ -97,7 +104,8 @@ class Upload:
                     if stat.S_ISREG(status.st_mode) and _is_name(name) and self._regex.match(name):
                         yield name, _seen(status)
 
-    def _send(self, name: str, writers_gone: bool) -> int:
+    def _send(self, name: str, writers_gone: bool) -> bool:
+        """Whether it had to be sent: what a life has from the last checkpoint is there as it is."""
         assert self._index is not None
         fd = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -109,15 +117,16 @@ class Upload:
             before = self._index.files.get(name)
             if before is not None and before.hashes == (digest,) and self._is_there(name, seen[1], digest):
                 self._known[name] = seen
-                return 0
-            self._index.files[name] = Entry((*(before.hashes if before is not None else ()), digest))
+                return False
+            others = [one for one in before.hashes if one != digest] if before is not None else []
+            self._index.files[name] = Entry((*others, digest))
             self._write_index()
             self._storage.replace(name, self._pieces(fd, seen, writers_gone))
             if not self._is_there(name, seen[1], digest):
                 raise CheckpointError(f"{self._storage.url}/{name} is not what was written")
             self._index.files[name] = Entry((digest,))
             self._known[name] = seen
-            return seen[1]
+            return True
         finally:
             os.close(fd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import sys
@@ -31,6 +32,8 @@ from holdfast.workflow.standing import ALIVE, STOPPING
 
 LOOK_S = 2.0  # at the folder, for letters that were lost
 ASK_S = 10.0  # Slurm, which has many to answer
+ASK_SOON_S = 0.5  # when it is about to have news
+SOON = 60  # times
 RETRY_S = 5.0
 
 
@@ -46,7 +49,10 @@ class Slurm:
         self._post = letters.Post(folder)
         self._jobs: list[Given] = self._places.given()
         self._said = ""
-        self._asked: set[int] = set()  # jobs that were canceled here
+        self._canceled: set[int] = set()  # jobs, by this
+        self._over: set[int] = set()  # jobs, as Slurm has said
+        self._soon = 0  # how often it is asked before long
+        self._news = asyncio.Event()
 
     def find_again(self) -> None:
         self._works.add(self._watch())
@@ -118,40 +124,50 @@ class Slurm:
         life.mkdir(parents=True, exist_ok=True)
         write(life / "stop", b"")
         self._post.send(Stop(name, attempt, ""), life / "address")
-        if (given := self._job_of(name)) is not None and not (life / "node").exists():
+        if (given := self._job_of(name)) is None:
+            return
+        if self._places.id(given.number) in self._over:
+            self._tell(Ended(name, attempt, 143, "stopped"))
+        elif not (life / "node").exists():
             self._works.add(self._cancel(given))
 
     async def _cancel(self, given: Given) -> None:
         """A job none of whose tasks has begun."""
         job = self._places.id(given.number)
-        if job is None or job in self._asked or not all(self._is_stopping(member.task) for member in given.members):
+        if job is None or job in self._canceled or not all(self._is_stopping(member.task) for member in given.members):
             return
-        self._asked.add(job)
+        self._canceled.add(job)
         try:
             await asyncio.to_thread(commands.cancel, job)
             self._see_jobs(await asyncio.to_thread(commands.jobs))
         except commands.Failed as failure:
-            self._asked.discard(job)
+            self._canceled.discard(job)
             self._complain(str(failure))
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         listening = await self._post.listen(self._places.runner, self._got)
-        asked_s = 0.0
         loop = asyncio.get_running_loop()
+        asked_s = 0.0
         try:
             while True:
                 self._see_files()
-                if loop.time() >= asked_s + ASK_S:
+                if loop.time() >= asked_s + (ASK_SOON_S if self._soon else ASK_S):
+                    self._soon = max(0, self._soon - 1)
                     asked_s = loop.time()
                     await self._ask()
-                await asyncio.sleep(LOOK_S)
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), ASK_SOON_S if self._soon else LOOK_S)
         finally:
             listening.close()
 
     def _got(self, letter: letters.Letter) -> None:
-        if not isinstance(letter, Stop) and letter.task in self._record.standing.tasks:
+        if isinstance(letter, letters.Ask):
+            self._soon = SOON
+            self._news.set()
+        elif not isinstance(letter, Stop) and letter.task in self._record.standing.tasks:
             self._tell(letter)
 
     async def _ask(self) -> None:
@@ -206,6 +222,8 @@ class Slurm:
                 continue
             job = jobs.get(number)
             if job is None or job.over:
+                self._soon = 0
+                self._over.add(number)
                 self._is_over(given, job)
 
     def _is_over(self, given: Given, job: Job | None) -> None:

@@ -85,6 +85,8 @@ def nodes(partition: str) -> tuple[Node, ...]:
         gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
         mib = 1024 * 1024
         found[name] = Node(name, float(cpus), tuple(map(str, range(gpus))), int(memory) * mib, int(disk) * mib)
+    if not found:
+        raise Failed(f"sinfo: no node is up in partition {partition}" if partition else "sinfo: no node is up", False)
     return tuple(found.values())
 
 

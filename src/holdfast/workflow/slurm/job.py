@@ -8,6 +8,7 @@ again. Two steps of srun make the barrier: none runs before all are prepared.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.workflow.deciding import Ended, Placed, Requeued
+from holdfast.workflow.deciding import Ended, Placed, Requeued, Stop
 from holdfast.workflow.record import load, load_submitted, write
 from holdfast.workflow.slurm import commands
-from holdfast.workflow.slurm.letters import Letter, Post
+from holdfast.workflow.slurm.letters import Ask, Letter, Post
 from holdfast.workflow.slurm.places import ALLOCATION, Allocation, Given, Places
 
 PREPARE, LIVE, BOTH = "prepare", "live", "both"
@@ -52,8 +53,8 @@ class _Job:
     def __init__(self, places: Places, given: Given, job: int, restart: int) -> None:
         self._places, self._given, self._job, self._restart = places, given, job, restart
         self._post = Post(places.folder)
-        self._step: asyncio.subprocess.Process | None = None
-        self._draining = self._ending = False
+        self._draining = False
+        self._ending = asyncio.Event()
         self._attempts = {member.task: member.attempt + restart for member in given.members}
 
     async def run(self) -> int:
@@ -66,11 +67,11 @@ class _Job:
         group = next(group for group in submitted.workflow.groups if group.name == self._given.group)
         for phase in (PREPARE, LIVE) if group.barrier else (BOTH,):
             failed = await self._srun(phase, allocation)
-            if failed or self._draining or self._ending:
+            if failed or self._draining or self._ending.is_set():
                 break
-        if self._draining and not self._ending:
+        if self._draining and not self._ending.is_set():
             return await self._requeue()
-        if not self._ending:
+        if not self._ending.is_set():
             self._end_the_rest("it was ended, and has not said how")
         return 0
 
@@ -100,23 +101,23 @@ class _Job:
             *((f"--cpus-per-task={cpus}",) if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) else ()),
             *(sys.executable, "-m", "holdfast.workflow.slurm.task", str(self._places.folder), phase),
         ]
-        self._step = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
-        if self._draining:
-            self._drain()
-        code = await self._step.wait()
-        self._step = None
-        return code != 0
+        step = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
+        return await step.wait() != 0
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
+        """By a letter to each: srun would hand a signal on to all that they have started, too."""
         self._draining = True
-        if self._step is not None:
-            self._step.send_signal(signal.SIGUSR1)  # which srun hands on to each task
+        for name, attempt in self._attempts.items():
+            life = self._places.life(name, attempt)
+            (life / "drain").touch()
+            self._post.send(Stop(name, attempt, "its time is nearly over"), life / "address")
 
     def _end(self) -> None:
         """By scancel, a preemption or a limit. Slurm tells the tasks itself."""
-        self._ending = True
+        self._ending.set()
+        self._tell(Ask())
 
     async def _requeue(self) -> int:
         print(f"job {self._job} puts itself into the queue again", flush=True)
@@ -130,7 +131,8 @@ class _Job:
                     break
                 await asyncio.sleep(REQUEUE_WAIT_S)
             else:
-                await asyncio.sleep(commands.WAIT_S)  # Slurm ends this, which is the requeue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), commands.WAIT_S)  # by Slurm, which begins it anew
                 return 0
         self._end_the_rest(f"its time was over, and it could not be requeued: {why}")
         return 1

@@ -21,7 +21,12 @@ import msgspec
 
 from holdfast.workflow.deciding import Ended, Placed, Prepared, Progressed, Requeued, Stop
 
-Letter = Placed | Requeued | Prepared | Progressed | Ended | Stop
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Slurm, which has ended something: it knows what comes next."""
+
+
+Letter = Placed | Requeued | Prepared | Progressed | Ended | Stop | Ask
 
 SIGNATURE_BYTES = 32
 MAX_BYTES = 1400  # fits a packet of any network

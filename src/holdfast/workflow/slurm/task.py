@@ -6,6 +6,7 @@ Which one it is SLURM_PROCID says. Its /tmp is on the node; what others have to 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import signal
@@ -39,7 +40,7 @@ class _Task:
         self._name, self._attempt = member.task, member.attempt + allocation.restart
         self._places, self._post = places, Post(places.folder)
         self._shared = places.life(self._name, self._attempt)
-        self._own = _scratch() / places.folder.name / self._name
+        self._own = _scratch() / _unique(places.folder) / self._name
         self._life = Life(self._own / str(self._attempt), lives.can_be_private(), self._shared)
         known = Known(allocation.hosts, {"HOLDFAST_NODE": allocation.nodes[at]})
         submitted = load_submitted(places.folder)
@@ -51,8 +52,7 @@ class _Task:
 
     async def run(self, phase: str) -> int:
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGUSR1, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._order)
+        loop.add_signal_handler(signal.SIGTERM, self._end_by_slurm)
         if phase in (PREPARE, BOTH) and (failed := await self._prepare()):
             return failed
         return 0 if phase == PREPARE or self._ordered else await self._live()
@@ -71,9 +71,9 @@ class _Task:
         listening = await self._post.listen(self._shared / "address", lambda letter: self._look())
         looking = asyncio.create_task(self._look_often())
         if self._look():
-            self._end(Ended(self._name, self._attempt, 143, "stopped before it began"))
-            return 0
-        ended = await self._living.live()
+            ended = Ended(self._name, self._attempt, 143, "stopped before it began")
+        else:
+            ended = await self._living.live()
         looking.cancel()
         listening.close()
         if not self._ordered:  # else Slurm knows what comes next
@@ -92,14 +92,18 @@ class _Task:
 
     # -- it is told to end --------------------------------------------------------------------------------------------
 
-    def _order(self) -> None:
+    def _end_by_slurm(self) -> None:
+        """By scancel, a preemption or a limit. Slurm has told all that it has started, too, and kills in the end."""
         self._ordered = True
-        self._stop()
 
     def _look(self) -> bool:
-        if told := (self._shared / "stop").exists():
+        """Whether it was told to end."""
+        if (self._shared / "drain").exists():
+            self._ordered = True
             self._stop()
-        return told
+        elif (self._shared / "stop").exists():
+            self._stop()
+        return self._stopping is not None
 
     async def _look_often(self) -> None:
         while True:
@@ -124,6 +128,11 @@ class _Task:
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
+
+
+def _unique(folder: Path) -> str:
+    """Another folder of workflows may have one of the same name."""
+    return f"{folder.name}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
 
 
 def _scratch() -> Path:
