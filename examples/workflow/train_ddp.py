@@ -31,7 +31,9 @@ class Trainer:
         self.epochs_run = 0
         if snapshot.exists():
             self.load()
-        self.ddp = DistributedDataParallel(self.model)
+        # Without this DDP orders its sums anew after the first step, and a run that was interrupted does that twice. So it
+        # has the bits of one that was not.
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
 
     def load(self) -> None:
         kept = torch.load(self.snapshot, map_location=self.device, weights_only=True)

@@ -202,3 +202,16 @@ def test_flags_that_do_not_fit(here: Workflows) -> None:
     here.env |= {"PATH": "/nowhere"}
     code, err = here.end_of(here.submit(train(1)))
     assert code == 2 and "there is no program sinfo: this is not a machine of a Slurm cluster" in err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_job_with_a_limit_of_a_minute_trains_for_longer(here: Workflows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit and its warning are Slurm's own."""
+    monkeypatch.setattr("slurm.workflows.WAIT_S", 380.0)
+    here.env |= {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "B:USR1@30"}
+    code, said = here.end_of(here.submit(train(600)))
+    assert code == 0, said + here.why()
+    text = here.said.read_text()
+    assert len(begins(text)) >= 3
+    assert [int(number) for number in re.findall(r"step (\d+)", text)] == list(range(1, 601))

@@ -29,6 +29,7 @@ class Here:
         self.env = {**os.environ, "HOLDFAST_WORKFLOWS": str(folder / "workflows")}
         self.outside = Path(tempfile.mkdtemp(dir="/var/tmp", prefix="holdfast-test-"))  # tasks see no /tmp of ours
         self.said = self.outside / "said"
+        self.url = f"file://{folder}/up"
         self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Here:
@@ -44,7 +45,7 @@ class Here:
     def file(self, text: str) -> Path:
         """In which UP is an address, SAID a file and OUT a folder that tasks see, too."""
         path = self.folder / "flow.yaml"
-        for name, value in (("UP", f"file://{self.folder}/up"), ("SAID", self.said), ("OUT", self.outside)):
+        for name, value in (("UP", self.url), ("SAID", self.said), ("OUT", self.outside)):
             text = text.replace(name, str(value))
         path.write_text(textwrap.dedent(text))
         return path

@@ -254,6 +254,16 @@ def test_what_is_not_the_nodes_fault_sets_none_aside() -> None:
     assert flow.stands.aside == {} and flow.stands.tasks["g0"].node == "n1" and flow.states("g0") == [PREPARING]
 
 
+def test_the_one_to_blame_is_set_aside_whoever_is_first_to_say_so() -> None:
+    """All nodes of a job end with the same code; one of them knows that it was the cause."""
+    flow = running(group(ignore_nonlead=False), nodes=(*NODES, Node("n4", 4)))
+    flow.tell(Ended("g2", 1, 3, blames=False))
+    flow.tell(Ended("g1", 1, 143, blames=True))  # it was told to stop in the middle of its end
+    flow.tell(Ended("g0", 1, 3, blames=False))
+    assert list(flow.stands.aside) == ["n2"]
+    assert [(task.attempt, task.node) for task in flow.stands.tasks.values()] == [(2, "n1"), (2, "n4"), (2, "n3")]
+
+
 def test_one_group_is_canceled() -> None:
     flow = running(group("a", 1), group("b", 1), group("c", 1, after="a0"))
     flow.tell(Cancel("a"))

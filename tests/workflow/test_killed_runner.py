@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flows import WAIT_S, Here
+from workflow.flows import WAIT_S, Here
 
 
 @pytest.fixture
@@ -39,11 +39,13 @@ FLOW = """
               trap 'echo told > /tmp/m/told$HOLDFAST_ATTEMPT; exit 143' TERM
               echo $HOLDFAST_ATTEMPT > /tmp/m/at$HOLDFAST_ATTEMPT
               echo $HOLDFAST_ATTEMPT > {{output}}/at
+              echo ready $HOLDFAST_ATTEMPT >> SAID
               if [ $HOLDFAST_ATTEMPT = 1 ]; then sleep 300 & wait; fi
-              sleep 0.2
+              until grep -q "begins other 2" SAID; do sleep 0.05; done
         - name: other
           command: [bash, -c]
-          args: ["echo begins $HOLDFAST_TASK $HOLDFAST_ATTEMPT >> SAID; sleep 0.3;
+          args: ["echo begins $HOLDFAST_TASK $HOLDFAST_ATTEMPT >> SAID;
+                  until grep -q ready.$HOLDFAST_ATTEMPT SAID; do sleep 0.05; done;
                   [ $HOLDFAST_ATTEMPT != 1 ] || exit 3; setsid sleep 300"]
           exitActions: {RESCHEDULE: 3}
       - name: h
@@ -90,11 +92,11 @@ sys.exit(workflow.main(sys.argv[1:]))
 """
 
 
-def run_killed(here: Here, dice: random.Random, most: int) -> int:
+def run_killed(here: Here, dice: random.Random, about: int) -> int:
     """Runs it to its end, with a new runner whenever one was killed. Returns how many were."""
     args, kills = ("submit", str(here.file(FLOW)), "--nodes", "3"), 0
     while True:
-        runner = here.start(str(dice.randint(1, most)), *args, python=("-c", KILLED))
+        runner = here.start(str(1 + int(dice.expovariate(1 / about))), *args, python=("-c", KILLED))
         out, err = runner.communicate(timeout=WAIT_S)
         if runner.returncode != -signal.SIGKILL:
             assert runner.returncode == 0, out + err
@@ -129,7 +131,7 @@ def check_all_is_well(here: Here) -> None:
 def test_killed_again_and_again(here: Here, private: bool) -> None:
     if not private:
         here.without_namespaces()
-    assert run_killed(here, random.Random(1), 25) >= 4
+    assert run_killed(here, random.Random(1), 20) >= 4
     check_all_is_well(here)
 
 
@@ -139,5 +141,5 @@ def test_killed_again_and_again(here: Here, private: bool) -> None:
 def test_killed_at_many_moments(here: Here, seed: int, private: bool) -> None:
     if not private:
         here.without_namespaces()
-    run_killed(here, random.Random(seed), 3 + seed)
+    run_killed(here, random.Random(seed), 8 + seed)
     check_all_is_well(here)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flows import WAIT_S, Here
+from workflow.flows import WAIT_S, Here
+
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Here]:

@@ -23,6 +23,18 @@ class Result(msgspec.Struct, frozen=True):
     def is_worth_rescheduling(self) -> bool:
         return is_worth_rescheduling(self.kind, self.elsewhere)
 
+    @property
+    def is_of_this_node(self) -> bool:
+        """Whether what ended the job happened here. A job that was told to stop is nobody's fault."""
+        last = self.incidents[-1] if self.incidents else None
+        if self.kind is Kind.PREEMPTED:
+            return False
+        if last is None or last.kind is not self.kind:
+            return True  # it ended without an incident, or in another way than the last one
+        if last.rank is None:
+            return last.kind is not Kind.LOST_NODE
+        return any(exit.rank == last.rank for exit in self.exits)
+
     def exit_code(self, from_cause: bool, reschedule: int | None = None) -> int:
         """`reschedule`: the code that asks for another machine. A job that was stopped in order needs one too: its work
         is not done."""

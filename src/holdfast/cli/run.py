@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 
-from holdfast import linux
+from holdfast import linux, verdict
 from holdfast.agent.agent import Agent
 from holdfast.agent.logs import LogFilters, parse_std
 from holdfast.agent.options import Options
@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as bug:
         return _internal_error(bug)
+    if result.is_worth_rescheduling:
+        verdict.leave(result.is_of_this_node)
     if options.reschedule_exit_code is not None and result.is_worth_rescheduling:
         print(f"holdfast: worth rescheduling: exit code {options.reschedule_exit_code}", file=sys.stderr)
     return result.exit_code(options.exit_code_from_cause, options.reschedule_exit_code)

@@ -66,7 +66,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     code: int | None
     text: str = ""
-    blames: bool = True  # its node, if it is rescheduled
+    blames: bool | None = None  # its node, if it is rescheduled; None: if it is the first to end so
 
 
 class Progressed(msgspec.Struct, frozen=True, tag=True):
@@ -244,16 +244,15 @@ class _Deciding:
         group, spec = self._of[event.task]
         code = event.code
         task.code, task.gpus = code, ()
-        if task.state == STOPPING:
-            task.state = task.after
-            return
         action = spec.exit_actions.of(code) if code is not None else RESCHEDULE
         said = event.text or (f"exit code {code}" if code is not None else "its node is lost")
-        if action == RESCHEDULE:
-            if event.blames and task.node:
-                task.last_node = task.node
-                self._stands.aside.pop(task.node, None)  # the last to fail stands last
-                self._stands.aside[task.node] = f"{spec.name}: {said}"
+        if task.state == STOPPING:
+            if event.blames:  # another has only been quicker to say so
+                self._set_aside(task, f"{spec.name}: {said}")
+            task.state = task.after
+        elif action == RESCHEDULE:
+            if event.blames is not False:
+                self._set_aside(task, f"{spec.name}: {said}")
             self._reschedule(group, spec, task, said)
         elif action == COMPLETE:
             task.state, task.why = COMPLETED, said
@@ -269,6 +268,13 @@ class _Deciding:
                 self._end(group, CANCELED, "canceled")
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _set_aside(self, task: TaskStands, why: str) -> None:
+        """Its node."""
+        if task.node:
+            task.last_node = task.node
+            self._stands.aside.pop(task.node, None)  # the last to fail stands last
+            self._stands.aside[task.node] = why
 
     def _fail(self, group: Group, spec: Task, task: TaskStands, why: str) -> None:
         task.state, task.why = FAILED, why

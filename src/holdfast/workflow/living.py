@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast import verdict
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.storage import StorageError
 from holdfast.workflow import templates, transfers
@@ -127,7 +128,7 @@ class Living:
             await self._retry(functools.partial(self._upload, at, last=True))
         if failed := await self._upload_output():
             code, text = None, f"its output could not be uploaded: {failed}"
-        return Ended(self._task.name, self._attempt, code, text)
+        return Ended(self._task.name, self._attempt, code, text, verdict.read(life.path("/tmp/.holdfast/verdict")))
 
     async def _until_over(self) -> None:
         """An upload that is under way comes to its end: a second one beside it would spoil both."""
@@ -148,6 +149,7 @@ class Living:
             "HOLDFAST_WORKFLOW_ID": self._submitted.id,
             "HOLDFAST_TASK": self._task.name,
             "HOLDFAST_ATTEMPT": str(self._attempt),
+            verdict.VARIABLE: self._life.own("verdict"),
         }
         self._shell = self._life.start(command, {**os.environ, **ours, **known.environment, **given})
 

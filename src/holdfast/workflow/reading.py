@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.checkpoint import cloud
+from holdfast.checkpoint.errors import CheckpointError
 from holdfast.workflow import templates
 from holdfast.workflow.fields import Field, parse
 from holdfast.workflow.spec import (
@@ -24,7 +28,9 @@ from holdfast.workflow.spec import (
 )
 
 _NAME = re.compile(r"[A-Za-z](?:[A-Za-z0-9_-]*[A-Za-z0-9])?")
-_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+_RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
+OFTEN_S = 0.1  # more often than this nobody writes checkpoints
+MOST_VALUES = 10_000
 MOST_BYTES = 16 * 1024 * 1024
 _SCHEMES = ("file", "s3", "gs", "az")
 
@@ -68,9 +74,12 @@ def rendering(content: str, file: str, values: Mapping[str, Any]) -> templates.R
     if "default-values" in parts:
         line, text = parts["default-values"]
         known = _plain(parse(text, file, _from(line, text)).mapping()["default-values"], file)
-    if unknown := sorted(values.keys() - known.keys()):
-        raise Problem(f"--set {unknown[0]}: default-values has no such name", file)
     line, text = parts["workflow"]
+    used = known.keys() | templates.names_in(text)
+    if unknown := sorted(values.keys() - used):
+        near = difflib.get_close_matches(unknown[0], used, 1)
+        meant = f"; {near[0]} is meant?" if near else f"; it has {', '.join(sorted(used)) or 'none'}"
+        raise Problem(f"--set {unknown[0]}: the workflow has no such name{meant}", file)
     return templates.render(text, line, {**known, **values}, file)
 
 
@@ -81,10 +90,15 @@ def _from(line: int, text: str) -> list[int]:
 def _plain(field: Field, file: str) -> dict[str, Any]:
     import yaml
 
-    try:
-        return {name: yaml.safe_load(yaml.serialize(value._node)) for name, value in field.mapping().items()}
-    except yaml.YAMLError as wrong:
-        raise field.problem(str(wrong).replace("\n", " ")) from None
+    found = {}
+    for name, value in field.mapping().items():
+        if value.count_all(MOST_VALUES) > MOST_VALUES:
+            raise value.problem(f"with all of its aliases it is more than {MOST_VALUES} values")
+        try:
+            found[name] = yaml.safe_load(yaml.serialize(value.node))
+        except yaml.YAMLError as wrong:
+            raise value.problem(str(wrong).replace("\n", " ")) from None
+    return found
 
 
 class _Reader:
@@ -94,7 +108,8 @@ class _Reader:
         self._file = file
         self._names: dict[str, Field] = {}
         self._resources: dict[str, Resource] = {}
-        self._fields: dict[str, Field] = {}  # of tasks, for what is found out at the end
+        self._texts: dict[str, list[Field]] = {}  # of tasks, in which tokens may be
+        self._waits: dict[tuple[str, str], Field] = {}  # a task for another
 
     def workflow(self, field: Field) -> Workflow:
         given = field.mapping(("name", "groups", "tasks", "resources", "timeout"))
@@ -153,7 +168,7 @@ class _Reader:
     def _task(self, field: Field) -> Task:
         given = field.mapping(_TASK)
         name = self._name(_wanted(given, "name", field))
-        self._fields[name] = field
+        self._keep(name, given)
         checkpoints = given["checkpoint"].each(_checkpoint) if "checkpoint" in given else ()
         command = _wanted(given, "command", field)
         return Task(
@@ -172,6 +187,17 @@ class _Reader:
             image=given["image"].text() if "image" in given else "",
             line=field.line,
         )
+
+    def _keep(self, name: str, given: Mapping[str, Field]) -> None:
+        """For what is found out at the end."""
+        found = [one for key in ("command", "args") if key in given for one in given[key].all()]
+        found += [one for key in ("environment",) if key in given for one in given[key].mapping().values()]
+        for file in given["files"].items() if "files" in given else ():
+            found += [value for key, value in file.mapping().items() if key == "contents"]
+        self._texts[name] = found
+        for one in given["inputs"].items() if "inputs" in given else ():
+            if (other := one.mapping().get("task")) is not None:
+                self._waits[name, other.text()] = other
 
     def _name(self, field: Field) -> str:
         name = field.text()
@@ -192,8 +218,10 @@ class _Reader:
     def _file_of(self, field: Field) -> File:
         given = field.mapping(("path", "contents", "localpath"))
         path = _wanted(given, "path", field)
-        if not path.text().startswith("/"):
-            raise path.problem(f"{path.text()!r} is not absolute")
+        if not _path(path).startswith("/tmp/"):
+            raise path.problem(
+                f"a path below /tmp is meant, not {path.text()!r}: the rest is all tasks' and this machine's"
+            )
         if ("contents" in given) == ("localpath" in given):
             raise field.problem("either contents or localpath is meant")
         if "contents" in given:
@@ -211,30 +239,26 @@ class _Reader:
         for group in made.groups:
             here = {task.name for task in group.tasks}
             for task in group.tasks:
-                field = self._fields[task.name]
-                for token in _tokens(task):
-                    kind, _, name = token.partition(":")
-                    if kind == "host" and name not in here:
-                        raise field.problem(f"{{{{host:{name}}}}}: group {group.name} has no task {name!r}")
-                    if kind == "input" and not _is_input(task, name):
-                        raise field.problem(f"{{{{input:{name}}}}}: {task.name} has {len(task.inputs)} inputs")
+                for field in self._texts[task.name]:
+                    for token, at in templates.tokens_in(field.text(empty=True)):
+                        kind, _, name = token.partition(":")
+                        if kind == "host" and name not in here:
+                            raise field.problem(f"{{{{host:{name}}}}}: group {group.name} has no task {name!r}", at)
+                        if kind == "input" and not _is_input(task, name):
+                            raise field.problem(f"{{{{input:{name}}}}}: {task.name} has {len(task.inputs)} inputs", at)
 
     def _check_order(self, made: Workflow) -> None:
         of = {task.name: group for group in made.groups for task in group.tasks}
-        for group in made.groups:
-            for task in group.tasks:
-                for given in task.inputs:
-                    if given.task and given.task not in of:
-                        raise self._fields[task.name].problem(f"there is no task {given.task!r} to wait for")
-                    if given.task and of[given.task] is group:
-                        raise self._fields[task.name].problem(
-                            f"{task.name} waits for {given.task}, which runs beside it in group {group.name}"
-                        )
+        for (name, other), field in self._waits.items():
+            if other not in of:
+                raise field.problem(f"there is no task {other!r} to wait for")
+            if of[other] is of[name]:
+                raise field.problem(f"{name} waits for {other}, which runs beside it in group {of[name].name}")
         done: set[str] = set()
         while left := [group for group in made.groups if group.name not in done]:
             ready = [group for group in left if all(of[name].name in done for name in group.after)]
             if not ready:
-                field = self._fields[left[0].tasks[0].name]
+                field = next(field for (name, _), field in self._waits.items() if of[name] is left[0])
                 raise field.problem(
                     f"the groups {', '.join(group.name for group in left)} wait for each other in a circle"
                 )
@@ -283,14 +307,20 @@ def _output(field: Field) -> Output:
 def _checkpoint(field: Field) -> Checkpoint:
     given = field.mapping(("path", "url", "frequency", "regex"))
     path = _wanted(given, "path", field)
-    if not path.text().startswith("/") or not path.text().strip("/"):
-        raise path.problem(f"a folder with an absolute path is meant, not {path.text()!r}")
     return Checkpoint(
-        path.text().rstrip("/"),
+        _path(path),
         _url(_wanted(given, "url", field)),
-        _wanted(given, "frequency", field).duration_s(),
+        _wanted(given, "frequency", field).duration_s(OFTEN_S),
         given["regex"].pattern() if "regex" in given else "",
     )
+
+
+def _path(field: Field) -> str:
+    """Of a task, whose working folder nobody knows."""
+    path = posixpath.normpath(field.text())
+    if not field.text().startswith("/") or ".." in field.text().split("/") or path == "/":
+        raise field.problem(f"an absolute path without '..' is meant, not {field.text()!r}")
+    return path
 
 
 def _url(field: Field) -> str:
@@ -310,6 +340,10 @@ def _check_cloud(field: Field, scheme: str) -> None:
 
     if importlib.util.find_spec("obstore") is None:
         raise field.problem(f"{scheme}:// needs the extra: pip install 'holdfast[cloud]'")
+    try:
+        cloud.connect(field.text())  # which asks nobody; it reads the environment
+    except CheckpointError as failure:
+        raise field.problem(str(failure)) from None
 
 
 def _resource(field: Field) -> Resource:
@@ -346,12 +380,6 @@ def exit_actions(field: Field) -> ExitActions:
 
 def _told(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _tokens(task: Task) -> Sequence[str]:
-    texts = [*task.command, *task.args, *task.environment.values()]
-    texts += [file.contents for file in task.files if file.contents is not None]
-    return [token for text in texts for token in templates.tokens_in(text)]
 
 
 def _is_input(task: Task, name: str) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from holdfast.workflow.spec import Problem
 
+MOST_CHARACTERS = 16 * 1024 * 1024
 _KEYS = ("version", "workflow", "default-values")
 _TOP = re.compile(r"^([A-Za-z_-]+)\s*:", re.MULTILINE)
 _TOKEN = re.compile(r"\{\{[ ]*(uuid|workflow_id|output|(?:input|host):[A-Za-z0-9_.-]+)[ ]*\}\}")
@@ -60,11 +61,17 @@ def render(template: str, first_line: int, values: Mapping[str, Any], file: str)
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     put_away = _TOKEN.sub("\ue000\\1\ue001", template)
     try:
-        text = environment.from_string(_marked(environment.lex(put_away), first_line)).render(values)
+        text = _limited(environment.from_string(_marked(environment.lex(put_away), first_line)).generate(values), file)
     except TemplateSyntaxError as wrong:
+        if (at := _unclosed(put_away)) is not None:
+            line = first_line + put_away.count("\n", 0, at)
+            raise Problem(f"{put_away[at : at + 2]!r} does not close: {wrong.message}", file, line) from None
         raise Problem(f"{wrong.message}", file, first_line + wrong.lineno - 1) from None
     except (TemplateError, SecurityError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as wrong:
         raise Problem(f"{wrong}{_hint(wrong)}", file, first_line + _failed_line(wrong) - 1) from None
+    except (MemoryError, RecursionError) as wrong:
+        what = "needs too much memory" if isinstance(wrong, MemoryError) else "calls itself without an end"
+        raise Problem(f"the template {what}", file, first_line + _failed_line(wrong) - 1) from None
     lines: list[int] = []
     plain = []
     last = first_line
@@ -88,6 +95,39 @@ def _marked(tokens: Any, first_line: int) -> str:
     return "".join(made)
 
 
+def _limited(pieces: Iterator[str], file: str) -> str:
+    made, size, line = [], 0, None
+    for piece in pieces:
+        made.append(piece)
+        size += len(piece)
+        line = max(map(int, _LINE.findall(piece)), default=line)
+        if size > MOST_CHARACTERS:
+            raise Problem(f"the template makes more than {MOST_CHARACTERS >> 20} Mi characters", file, line)
+    return "".join(made)
+
+
+def _unclosed(template: str) -> int | None:
+    """The first tag that does not end before another begins."""
+    for match in re.finditer(r"\{[{%#]", template):
+        end = {"{": "}}", "%": "%}", "#": "#}"}[match[0][1]]
+        rest = template[match.end() :]
+        closes, begins = rest.find(end), re.search(r"\{[{%]", rest)
+        if closes < 0 or (begins is not None and begins.start() < closes and end != "#}"):
+            return match.start()
+    return None
+
+
+def names_in(template: str) -> set[str]:
+    """Those that are to be given."""
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        return meta.find_undeclared_variables(ImmutableSandboxedEnvironment().parse(_TOKEN.sub("", template)))
+    except TemplateSyntaxError:
+        return set()  # which is told when it is rendered
+
+
 def _failed_line(wrong: BaseException) -> int:
     lines = [frame.lineno for frame in traceback.extract_tb(wrong.__traceback__) if frame.filename == "<template>"]
     return lines[-1] or 1 if lines else 1
@@ -102,15 +142,15 @@ def fill(text: str, known: Mapping[str, str]) -> str:
     return _TOKEN.sub(lambda match: known[match[1]], text)
 
 
-def tokens_in(text: str) -> list[str]:
-    return [match[1] for match in _TOKEN.finditer(text)]
+def tokens_in(text: str) -> list[tuple[str, int]]:
+    """Each with where it is."""
+    return [(match[1], match.start()) for match in _TOKEN.finditer(text)]
 
 
-def as_value(text: str) -> int | float | str:
-    """As `--set` reads one: a number where it is one."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def as_value(text: str) -> int | float | bool | str:
+    """As `--set` reads one: a number or a truth where it is one. `007` is a name, not seven."""
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"-?(0|[1-9]\d{0,17})", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?(0|[1-9]\d{0,17})(\.\d+)?(e[+-]?\d{1,2})?", text) else text
