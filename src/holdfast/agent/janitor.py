@@ -44,7 +44,8 @@ def _watch(agent: int, lifeline_fd: int) -> None:
     wakeup_r, wakeup_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    # SIGUSR1 is Slurm's warning, which some sites send to every process of a job.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
     poll = select.poll()
     poll.register(wakeup_r, select.POLLIN)

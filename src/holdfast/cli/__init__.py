@@ -11,6 +11,7 @@ _COMMANDS = {
     "stacks": "show what the ranks of a running job are doing, and whom the others wait for",
     "checkpoint": "list, verify, export, pin or remove what training has saved",
     "workflow": "run the tasks of a workflow file, and reschedule those that fail for reasons that this can cure",
+    "render": "print the file by which Slurm or Kubernetes runs a job",
     "simulate": "try the control plane against simulated disasters, from a seed",
 }
 
