@@ -1,6 +1,6 @@
 """`make bench`: every benchmark of this machine, one after the other. Those for a GPU are run by themselves."""
 
-from bench import cluster, hangs, joining, order, recovery, snapshots, start
+from bench import cluster, hangs, joining, order, recovery, snapshots, start, workflows
 
 recovery.main()
 print()
@@ -15,3 +15,5 @@ print()
 snapshots.main()
 print()
 order.main()
+print()
+workflows.main()

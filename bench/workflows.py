@@ -23,27 +23,25 @@ from pathlib import Path
 from bench.launchers import table, versions
 from bench.start import cpu_s, memory_kb
 
+COMMAND = (sys.executable, "-m", "holdfast", "workflow")
 LIMIT_S = 300.0
 
 
 class Flow:
     """A workflow that runs, in a folder outside of /tmp: tasks have one of their own."""
 
-    def __init__(self, tasks: int, one_group: bool) -> None:
+    def __init__(self, tasks: int, one_group: bool, often: str) -> None:
         self.tasks = tasks
         self.folder = Path(tempfile.mkdtemp(dir="/var/tmp", prefix="holdfast-bench-"))
         (self.folder / "pipes").mkdir()
         for at in range(tasks):
             os.mkfifo(self.folder / "pipes" / str(at))
-        (self.folder / "flow.yaml").write_text(text(tasks, one_group, self.folder))
+        (self.folder / "flow.yaml").write_text(text(tasks, one_group, often, self.folder))
         self.begun_s = time.monotonic()
+        self._env = {**os.environ, "HOLDFAST_WORKFLOWS": str(self.folder / "flows")}
         with open(self.folder / "said", "wb") as said:
             self.runner = subprocess.Popen(
-                [sys.executable, "-m", "holdfast", "workflow", "submit", "flow.yaml"],
-                cwd=self.folder,
-                env={**os.environ, "HOLDFAST_WORKFLOWS": str(self.folder / "flows")},
-                stdout=said,
-                stderr=said,
+                [*COMMAND, "submit", "flow.yaml"], cwd=self.folder, env=self._env, stdout=said, stderr=said
             )
 
     def until_all_run(self) -> float:
@@ -65,6 +63,12 @@ class Flow:
         self._until(lambda: self.state(f"t{at}") == "completed")
         return time.monotonic() - ended_s
 
+    def ask(self) -> float:
+        """`status --json`; returns how long it took to answer."""
+        begun_s = time.monotonic()
+        subprocess.run([*COMMAND, "status", "--json"], env=self._env, stdout=subprocess.DEVNULL, check=True)
+        return time.monotonic() - begun_s
+
     def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             if time.monotonic() > self.begun_s + LIMIT_S or self.runner.poll() is not None:
@@ -84,34 +88,39 @@ class Flow:
         return took_s
 
 
-def text(tasks: int, one_group: bool, folder: Path) -> str:
-    """The last is the lead: when that ends, so do the others."""
+def text(tasks: int, one_group: bool, often: str, folder: Path) -> str:
+    """The last is the lead: when that ends, so do the others. `often`: how often checkpoints are looked for."""
     lines = ["workflow:", "  name: many", *(["  groups:", "  - name: g", "    tasks:"] if one_group else ["  tasks:"])]
     for at in range(tasks):
         lead = "lead: true, " if one_group and at == tasks - 1 else ""
         command = f"[sh, -c, 'echo >> {folder}/begun; exec cat {folder}/pipes/{at}']"
-        lines.append(f"    - {{name: t{at}, {lead}command: {command}}}")
+        where = f"path: /tmp/m, url: 'file://{folder}/up/{at}', frequency: {often}"
+        checkpoint = f", checkpoint: [{{{where}}}]" if often else ""
+        lines.append(f"    - {{name: t{at}, {lead}command: {command}{checkpoint}}}")
     return "\n".join(lines) + "\n"
 
 
-def measure(tasks: int, one_group: bool, for_s: float, ends: int) -> list[str]:
-    flow = Flow(tasks, one_group)
+def measure(tasks: int, one_group: bool, often: str, for_s: float, ends: int) -> list[str]:
+    flow = Flow(tasks, one_group, often)
     try:
         run_s = flow.until_all_run()
-        time.sleep(3.0)
+        time.sleep(15.0 if often else 3.0)  # the first look at a checkpoint asks its storage, too
         before, begun_s = cpu_s(flow.runner.pid), time.monotonic()
         time.sleep(for_s)
         share = (cpu_s(flow.runner.pid) - before) / (time.monotonic() - begun_s)
         memory_mb = memory_kb(flow.runner.pid, "Rss") / 1024
         seen_s = [flow.end(at) for at in range(ends)]
+        asked_s = [flow.ask() for _ in range(5)]
     finally:
         canceled_s = flow.close()
     return [
         f"{tasks} in {'one group' if one_group else f'{tasks} groups'}",
+        f"looked for every {often}" if often else "none",
         f"{run_s:.1f} s",
         f"{100 * share:.2f} %",
         f"{1000 * statistics.median(seen_s):.0f} ms",
         f"{1000 * max(seen_s):.0f} ms",
+        f"{1000 * statistics.median(asked_s):.0f} ms",
         f"{memory_mb:.0f} MB",
         f"{canceled_s:.1f} s",
     ]
@@ -124,9 +133,27 @@ def main() -> None:
     parser.add_argument("--ends", type=int, default=20, help="how many tasks are ended, one after the other")
     args = parser.parse_args()
     print(f"Tasks that sleep, {args.seconds:g} s of it; then {args.ends} end, one after the other; {versions()}\n")
-    rows = [measure(args.tasks, one_group, args.seconds, args.ends) for one_group in (False, True)]
+    rows = [
+        measure(args.tasks, one_group, often, args.seconds, args.ends)
+        for one_group, often in ((False, ""), (True, ""), (False, "10s"))
+    ]
     seen = f"end is seen, median of {args.ends}"
-    print(table(["tasks", "all run after", "of a core", seen, "worst", "memory", "canceled in"], rows))
+    print(
+        table(
+            [
+                "tasks",
+                "checkpoints",
+                "all run after",
+                "of a core",
+                seen,
+                "worst",
+                "status answers in",
+                "memory",
+                "canceled in",
+            ],
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

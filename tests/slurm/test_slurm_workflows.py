@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import subprocess
 
 import pytest
 
@@ -69,6 +71,12 @@ def test_a_task_that_is_rescheduled_goes_on_elsewhere_from_its_checkpoint(here: 
     assert not list(here.scratch.iterdir()), "nothing is left on the nodes"
 
 
+def test_without_a_barrier(here: Workflows) -> None:
+    runner = here.submit(train(3).replace("ignoreNonleadStatus: false", "barrier: false"))
+    code, said = here.end_of(runner)
+    assert code == 0 and "2 completed" in said, said + here.why()
+
+
 def test_time_is_over_three_times(here: Workflows) -> None:
     """The warning that Slurm sends before its limit: save, end, and into the queue again."""
     runner = here.submit(train(20))
@@ -98,6 +106,29 @@ def test_the_runner_is_killed_and_nothing_runs_twice(here: Workflows) -> None:
     assert code == 0, out + err + here.why()
     text = here.said.read_text()
     assert len(begins(text)) == 1 and text.count("step 15") == 1
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_the_runner_is_killed_again_and_again(here: Workflows, seed: int) -> None:
+    """In the queue, while it submits, while tasks prepare, run and end: no life begins twice."""
+    dice = random.Random(seed)
+    worker = "echo worker $HOLDFAST_ATTEMPT >> SAID; sleep 1.5; [ $HOLDFAST_ATTEMPT = 1 ] && exit 3; exec sleep 300"
+    runner = here.submit(train(25, worker))
+    here.until(lambda: bool(list(here.home.glob("*/standing.json"))), "the workflow")
+    for _ in range(12):
+        try:
+            runner.wait(dice.choice([0.2, 0.3, 0.4, 0.6, 1.0]))
+            break
+        except subprocess.TimeoutExpired:
+            runner.kill()
+            runner.wait()
+        runner = here.start("resume")
+    code, said = here.end_of(runner)
+    assert code == 0, said + here.why()
+    text = here.said.read_text()
+    assert [begin[0] for begin in begins(text)] == ["1", "2"]
+    assert re.findall(r"worker (\d)", text) == ["1", "2"]
+    assert re.findall(r"step (\d+)", text)[-1] == "25"
 
 
 def test_it_is_over_before_the_runner_comes_back(here: Workflows) -> None:

@@ -25,7 +25,7 @@ class Here:
     """A folder with a workflow file, and workflows of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.python = folder, sys.executable
         self.env = {**os.environ, "HOLDFAST_WORKFLOWS": str(folder / "workflows")}
         self.outside = Path(tempfile.mkdtemp(dir="/var/tmp", prefix="holdfast-test-"))  # tasks see no /tmp of ours
         self.said = self.outside / "said"
@@ -57,7 +57,7 @@ class Here:
         self.env["PATH"] = f"{self.folder}/bin:{os.environ['PATH']}"
 
     def start(self, *args: str, python: tuple[str, ...] = ("-m", "holdfast", "workflow")) -> subprocess.Popen[str]:
-        command = [sys.executable, *python, *args]
+        command = [self.python, *python, *args]
         process = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._started.append(process)
         return process

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from workflow.flows import WAIT_S, Here
 
 
@@ -93,8 +94,10 @@ sys.exit(workflow.main(sys.argv[1:]))
 
 
 def run_killed(here: Here, dice: random.Random, about: int) -> int:
-    """Runs it to its end, with a new runner whenever one was killed. Returns how many were."""
-    args, kills = ("submit", str(here.file(FLOW)), "--nodes", "3"), 0
+    """Runs it to its end, with a new runner whenever one was killed, after about so many of those moments. Returns how
+    many were."""
+    args: tuple[str, ...] = ("submit", str(here.file(FLOW)), "--nodes", "3")
+    kills = 0
     while True:
         runner = here.start(str(1 + int(dice.expovariate(1 / about))), *args, python=("-c", KILLED))
         out, err = runner.communicate(timeout=WAIT_S)
@@ -127,11 +130,11 @@ def check_all_is_well(here: Here) -> None:
     assert here.left() == []
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_killed_again_and_again(here: Here, private: bool) -> None:
+@pytest.mark.parametrize(("private", "seed", "about"), [(True, 3, 12), (False, 1, 20)])
+def test_killed_again_and_again(here: Here, private: bool, seed: int, about: int) -> None:
     if not private:
         here.without_namespaces()
-    assert run_killed(here, random.Random(1), 20) >= 4
+    assert run_killed(here, random.Random(seed), about) >= 4
     check_all_is_well(here)
 
 

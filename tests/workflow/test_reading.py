@@ -140,15 +140,19 @@ A = "- {name: a, command: [x]"
         (A + ", inputs: [{url: file://data}]}", 4, "absolute"),
         (A + ", inputs: [{task: b}]}", 4, "there is no task 'b'"),
         (A + ", inputs: [{url: file:///x, regex: '('}]}", 4, "no regular expression"),
-        (A + ", files: [{path: x, contents: y}]}", 4, "'x' is not absolute"),
-        (A + ", files: [{path: /x, localpath: gone.py}]}", 4, "gone.py is not there"),
-        (A + ", files: [{path: /x}]}", 4, "either contents or localpath"),
+        (A + ", files: [{path: x, contents: y}]}", 4, "an absolute path without '..' is meant, not 'x'"),
+        (A + ", files: [{path: /tmp/x, localpath: gone.py}]}", 4, "gone.py is not there"),
+        (A + ", files: [{path: /tmp/x}]}", 4, "either contents or localpath"),
         (A + ", args: ['{{host:b}}']}", 4, "{{host:b}}: group a-group has no task 'b'"),
         (A + ", args: ['{{input:0}}']}", 4, "{{input:0}}: a has 0 inputs"),
         (A + ", resource: big}", 4, "there is no 'big' in resources"),
         (A + ", maxReschedules: -1}", 4, "a whole number of at least 0"),
         (A + ", checkpoint: [{path: /m, url: file:///x, frequency: 5y}]}", 4, "a time such as 30s"),
-        (A + ", checkpoint: [{path: m, url: file:///x, frequency: 5m}]}", 4, "a folder with an absolute path"),
+        (
+            A + ", checkpoint: [{path: m, url: file:///x, frequency: 5m}]}",
+            4,
+            "an absolute path without '..' is meant, not 'm'",
+        ),
         (A + ", inputs: [{task: b}]}\n- {name: b, command: [x], inputs: [{task: a}]}", 4, "in a circle"),
         ("- {name: a, command: [x]", 5, "this is no YAML"),
         ("- a", 4, "keys and values are meant"),
@@ -208,9 +212,24 @@ def test_lines_are_those_of_the_file_after_loops_and_tags_over_several_lines(tmp
 
 
 def test_a_name_that_nobody_knows_cannot_be_set(tmp_path: Path) -> None:
-    with pytest.raises(Problem, match="--set n_node: default-values has no such name"):
+    with pytest.raises(Problem, match=r"--set n_node: the workflow has no such name; n_nodes is meant\?"):
         read(written(tmp_path, SEED), {"n_node": 2})
-    assert [templates.as_value(text) for text in ("2", "0.5", "s3://x")] == [2, 0.5, "s3://x"]
+    values = {
+        "2": 2,
+        "-0.5": -0.5,
+        "1e3": 1000.0,
+        "007": "007",
+        "false": "false",
+        "s3://x": "s3://x",
+        "nan": "nan",
+        "": "",
+    }
+    assert {text: templates.as_value(text) for text in values} == values
+    flow = read(written(tmp_path, "workflow:\n  name: w\n  tasks: [{name: a, command: ['{{ x }}']}]\n"), {"x": 7})
+    assert flow.task("a").command == ("7",)  # a name without a default may be given
+    text = "workflow: {name: w, tasks: [{name: a, command: [{{ 'yes' if x else 'no' }}]}]}\ndefault-values: {x: true}\n"
+    flows = [read(written(tmp_path, text), {"x": given}) for given in ("true", "false")]
+    assert [flow.task("a").command for flow in flows] == [("yes",), ("no",)]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from workflow.flows import WAIT_S, Here
 
 
@@ -135,8 +139,8 @@ def test_cancel_with_a_runner_and_without_one(here: Here) -> None:
     path = here.file(SLEEPS.replace("{SAID}", str(here.said)).replace("sleep 2", "sleep 200"))
     runner = here.start("submit", str(path))
     here.until("begun 1")
-    code, out, _ = here.run("cancel")
-    assert code == 0 and out.startswith("w-1: canceled; 1 canceled")
+    code, out, _ = here.run("cancel", "--json")
+    assert code == 0 and json.loads(out)["state"] == "canceled"
     assert runner.wait(WAIT_S) == 130
     here.said.unlink()
     runner = here.start("submit", str(path))
@@ -212,3 +216,84 @@ def test_a_dry_run_runs_nothing(here: Here) -> None:
     assert code == 0 and 'command: ["true", "{{output}}"]' in out
     assert here.run("validate", str(path))[1].endswith("w is well: 1 groups, 1 tasks\n")
     assert not (here.folder / "workflows").exists()
+
+
+def test_a_task_that_cannot_be_started(here: Here) -> None:
+    """It fails, and not the runner: the other one completes."""
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - {name: a, command: [echo, "{{ 'x' * 200000 }}"], maxReschedules: 0}
+          - {name: b, command: ["true"]}
+    """)
+    code, out, err = here.run("submit", str(path))
+    assert code == 1 and err == ""
+    assert "a failed on node-1, attempt 1: it could not be started: [Errno 7] Argument list too long" in out
+    assert here.states() == {"a": "failed", "b": "completed"}
+
+
+def test_a_checkpoint_that_was_there_before_is_no_progress(here: Here) -> None:
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - name: a
+            command: [bash, -c, "mkdir /tmp/m; cp {{input:0}}/x /tmp/m || echo new > /tmp/m/x; exit 3"]
+            inputs: [{url: UP/m}]
+            checkpoint: [{path: /tmp/m, url: UP, frequency: 1h}]
+            exitActions: {RESCHEDULE: 3}
+            maxReschedules: 1
+    """)
+    code, out, _ = here.run("submit", str(path), "--nodes", "2")
+    assert code == 3 and "attempt 2: exit code 3, after 1 reschedule without progress" in out
+
+
+def test_who_interrupts_twice_does_not_wait(here: Here) -> None:
+    os.mkfifo(here.outside / "end")
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - name: a
+            command: [bash, -c]
+            args: ["trap 'echo told >> SAID; read x < OUT/end; exit 0' TERM; echo set >> SAID; sleep 300 & wait"]
+    """)
+    runner = here.start("submit", str(path))
+    here.until("set")
+    runner.send_signal(signal.SIGINT)
+    here.until("told")
+    runner.send_signal(signal.SIGINT)
+    _, err = runner.communicate(timeout=WAIT_S)
+    assert runner.returncode == 130
+    resume = "holdfast workflow resume w-1"
+    assert err == f"holdfast workflow: w-1 is left as it is, some of it still ending; see to that with: {resume}\n"
+    assert here.states() == {"a": "stopping"}
+    resumed = here.start("resume", "--json")
+    (here.outside / "end").write_text("now\n")
+    out, err = resumed.communicate(timeout=WAIT_S)
+    assert resumed.returncode == 130, err
+    assert json.loads(out)["state"] == "canceled" and here.told() == "set\ntold\n"
+
+
+def test_a_runner_that_cannot_write_down_what_it_does(here: Here) -> None:
+    """It does nothing that it could not write down."""
+    os.mkfifo(here.outside / "end")
+    path = here.file("""
+        workflow:
+          name: w
+          tasks:
+          - {name: a, command: [bash, -c, "echo begins a >> SAID; read x < OUT/end"]}
+          - {name: b, command: [bash, -c, "echo begins b >> SAID"], inputs: [{task: a}]}
+    """)
+    runner = here.start("submit", str(path))
+    here.until("begins a")
+    full = here.folder / "workflows" / "w-1" / "standing.part"
+    full.mkdir()
+    (here.outside / "end").write_text("now\n")
+    _, err = runner.communicate(timeout=WAIT_S)
+    assert runner.returncode == 1
+    assert err.endswith(f"Is a directory: '{full}'; the tasks go on without a runner: holdfast workflow resume w-1\n")
+    full.rmdir()
+    assert here.run("resume")[0] == 0
+    assert here.told() == "begins a\nbegins b\n"

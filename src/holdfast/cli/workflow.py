@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import msgspec
 
 from holdfast import linux
 from holdfast.cli.flags import open_parser
-from holdfast.workflow import deciding, following, homes, lives, machine, placing, reading, table, templates
+from holdfast.workflow import beside, deciding, following, homes, lives, machine, placing, reading, table, templates
 from holdfast.workflow.local import Local
 from holdfast.workflow.record import LOCAL, SLURM, Record, Submitted, save
 from holdfast.workflow.runner import Backend, Left, Runner, Works
@@ -204,7 +203,7 @@ def _run(folder: Path, as_json: bool, word: str, cancel: bool = False) -> int:
     shown.end()
     if as_json:
         print(msgspec.json.encode(table.as_json(record, None)).decode(), flush=True)
-    if threading.active_count() > 1:
+    if beside.is_busy():
         os._exit(code)  # something still waits for a store that does not answer
     return code
 
@@ -276,6 +275,8 @@ def _cancel(args: argparse.Namespace) -> int:
     if (runner := homes.runner(folder)) is None:
         _run(folder, args.json, "is canceled", cancel=True)
         return 0
+    if host := homes.elsewhere(folder):
+        raise homes.Taken(f"the runner of {folder.name} is on {host}; cancel it there")
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(runner)
         try:

@@ -6,9 +6,9 @@ process: nobody waits for these threads.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,14 @@ T = TypeVar("T")
 
 HERE = ""  # this machine
 WIDTH = 8  # threads a place; each transfer has pieces of 8 MiB in memory
+
+
+_under_way: list[None] = []  # changed in loops only
+
+
+def is_busy() -> bool:
+    """Whether something is under way, which the end of the process cuts short."""
+    return bool(_under_way)
 
 
 def place_of(url: str) -> str:
@@ -44,6 +52,7 @@ class Beside:
 
         def end(give: Callable[..., None], given: Any) -> None:
             room.release()
+            _under_way.pop()
             if not done.done():
                 give(given)
 
@@ -55,7 +64,9 @@ class Beside:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(end, *what)
 
-        threading.Thread(target=act, daemon=True).start()
+        _under_way.append(None)
+        # A Thread would be waited for until it runs, which costs more than most of what is done in one.
+        _thread.start_new_thread(act, ())
         return await done
 
     async def sweep(self, folder: Path) -> None:

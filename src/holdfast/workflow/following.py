@@ -51,7 +51,7 @@ class Watch:
         poll = select.poll()
         if self._changes is not None:
             poll.register(self._changes.fd, select.POLLIN)
-        runner = _opened(homes.runner(self._folder))
+        runner = _opened(homes.runner(self._folder)) if not homes.elsewhere(self._folder) else None
         try:
             if runner is not None:
                 poll.register(runner, select.POLLIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -94,20 +95,32 @@ class Lock:
                 raise Taken(f"{folder.name} has a runner, process {runner(folder)}") from None
             time.sleep(0.005)
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         os.close(self._fd)
 
 
 def runner(folder: Path) -> int | None:
-    """The process that runs it, if one does."""
+    """The process that runs it, if one does, on this machine or, where all see the folder, on another one."""
+    said = _held(folder).split()
+    return int(said[0]) if said else None
+
+
+def elsewhere(folder: Path) -> str:
+    """The other machine on which its runner is, or ''."""
+    host = _held(folder).partition(" ")[2].strip()
+    return host if host != socket.gethostname() else ""
+
+
+def _held(folder: Path) -> str:
+    """What the one who holds the lock has written."""
     try:
         with open(folder / "runner") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return int(file.read() or 0) or None
-    except (OSError, ValueError):
+                return file.read()
+    except OSError:
         pass
-    return None
+    return ""

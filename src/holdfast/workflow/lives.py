@@ -32,22 +32,21 @@ from pathlib import Path
 from holdfast import linux
 
 # The first process of the task's own namespace: whatever it leaves behind ends with it. The first process of a
-# namespace gets no signal that it has no handler for, so the task itself is its child. It may be told to end before
-# that is there, and is told until it has; the task hears of it once.
+# namespace gets no signal that it has no handler for, so the task itself is its child. It is told to end again and
+# again, and the task hears of it once: when it has a group, it is there to hear it.
 _FIRST = """
 child= told=
-tell() { kill -TERM -$child 2>/dev/null || kill -TERM $child 2>/dev/null; }
-trap '[ -n "$told" ] || { told=1; [ -z "$child" ] || tell; }' TERM
+trap '[ -n "$told" ] || ! kill -TERM -$child 2>/dev/null || told=1' TERM
 setsid "$@" &
 child=$!
-[ -z "$told" ] || tell
 wait $child; code=$?
 while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
 exit $code
 """
 
 # $1: the life's folder. $2: where its output goes. $3: how many files the task may have open. The rest is the command.
-# With noclobber the first to write `pid` is the one who runs.
+# With noclobber the first to write `pid` is the one who runs. It starts no program of its own, which whoever ends the
+# task could take for a part of it.
 _SHELL = """
 cd "$1" || exit 1
 read -r stat < /proc/$$/stat
@@ -64,7 +63,7 @@ child=$!
 trap 'kill -TERM $child 2>/dev/null' TERM
 wait $child; code=$?
 while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
-echo $code > exit.part && mv exit.part exit
+echo $code > exit
 """
 
 
@@ -118,8 +117,7 @@ class Life:
             # Whoever signals all there is (Slurm does) would end the namespace with its maker, at once.
             inner = [
                 "env", "--ignore-signal=TERM",
-                "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private",
-                "env", "--default-signal=TERM", "sh", "-c", mounts, "mount", *inner,
+                *_unshare(), "env", "--default-signal=TERM", "sh", "-c", mounts, "mount", *inner,
             ]  # fmt: skip
         shell = subprocess.Popen(
             ["sh", "-c", _SHELL, "life", str(self.folder), str(self._out), str(OPEN_FILES), *inner],
@@ -262,7 +260,11 @@ def _wait_for(pid: int) -> None:
 
 def can_be_private() -> bool:
     """Whether this machine lets us make namespaces."""
-    done = subprocess.run(
-        ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False
-    )
-    return done.returncode == 0
+    return subprocess.run([*_unshare(), "true"], capture_output=True, check=False).returncode == 0
+
+
+def _unshare() -> list[str]:
+    """Who is not root makes mounts as one that is, in a namespace of users in which all keep their names."""
+    user = ["--user", "--map-current-user", "--keep-caps"] if os.geteuid() != 0 else []
+    kinds = ["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private"]
+    return ["unshare", *user, *kinds]

@@ -6,12 +6,11 @@ import difflib
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from holdfast.checkpoint import cloud
-from holdfast.checkpoint.errors import CheckpointError
 from holdfast.workflow import templates
+from holdfast.workflow.addresses import url_of
 from holdfast.workflow.fields import Field, parse
 from holdfast.workflow.spec import (
     ACTIONS,
@@ -32,7 +31,6 @@ _RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 OFTEN_S = 0.1  # more often than this nobody writes checkpoints
 MOST_VALUES = 10_000
 MOST_BYTES = 16 * 1024 * 1024
-_SCHEMES = ("file", "s3", "gs", "az")
 
 _TASK = (
     "name", "lead", "command", "args", "environment", "files", "inputs", "outputs", "checkpoint", "exitActions",
@@ -75,12 +73,17 @@ def rendering(content: str, file: str, values: Mapping[str, Any]) -> templates.R
         line, text = parts["default-values"]
         known = _plain(parse(text, file, _from(line, text)).mapping()["default-values"], file)
     line, text = parts["workflow"]
-    used = known.keys() | templates.names_in(text)
+    used = known.keys() | (templates.names_in(text) if values else set())
     if unknown := sorted(values.keys() - used):
         near = difflib.get_close_matches(unknown[0], used, 1)
         meant = f"; {near[0]} is meant?" if near else f"; it has {', '.join(sorted(used)) or 'none'}"
         raise Problem(f"--set {unknown[0]}: the workflow has no such name{meant}", file)
-    return templates.render(text, line, {**known, **values}, file)
+    # `false` in the place of a truth is one, and no text, which would be true.
+    given = {
+        name: value == "true" if isinstance(known.get(name), bool) and value in ("true", "false") else value
+        for name, value in values.items()
+    }
+    return templates.render(text, line, {**known, **given}, file)
 
 
 def _from(line: int, text: str) -> list[int]:
@@ -125,7 +128,6 @@ class _Reader:
         if not groups:
             raise field.problem("there is nothing to run")
         timeout = given["timeout"].mapping(("exec_timeout", "queue_timeout")) if "timeout" in given else {}
-        made = Workflow(name, groups, file=self._file)
         times = {
             ours: timeout[theirs].duration_s()
             for ours, theirs in (("run_timeout_s", "exec_timeout"), ("queue_timeout_s", "queue_timeout"))
@@ -177,7 +179,7 @@ class _Reader:
             args=given["args"].each(lambda one: one.text(empty=True)) if "args" in given else (),
             lead=given["lead"].flag() if "lead" in given else False,
             environment=_environment(given["environment"]) if "environment" in given else {},
-            files=given["files"].each(self._file_of) if "files" in given else (),
+            files=self._files(given["files"]) if "files" in given else (),
             inputs=given["inputs"].each(_input) if "inputs" in given else (),
             outputs=given["outputs"].each(_output) if "outputs" in given else (),
             checkpoints=checkpoints,
@@ -215,23 +217,30 @@ class _Reader:
             raise field.problem(f"there is no {name!r} in resources ({', '.join(self._resources) or 'it is empty'})")
         return self._resources.get(name, Resource())
 
+    def _files(self, field: Field) -> tuple[File, ...]:
+        found: dict[str, File] = {}
+        for one in field.items():
+            file = self._file_of(one)
+            if file.path in found:
+                raise one.problem(f"{file.path} is there twice")
+            found[file.path] = file
+        return tuple(found.values())
+
     def _file_of(self, field: Field) -> File:
         given = field.mapping(("path", "contents", "localpath"))
-        path = _wanted(given, "path", field)
-        if not _path(path).startswith("/tmp/"):
-            raise path.problem(
-                f"a path below /tmp is meant, not {path.text()!r}: the rest is all tasks' and this machine's"
-            )
+        path = _path(_wanted(given, "path", field))
+        if not path.startswith("/tmp/"):
+            raise given["path"].problem(f"a path below /tmp is meant, not {path!r}: only that is a task's own")
         if ("contents" in given) == ("localpath" in given):
             raise field.problem("either contents or localpath is meant")
         if "contents" in given:
-            return File(path.text(), contents=given["contents"].text(empty=True))
+            return File(path, contents=given["contents"].text(empty=True))
         local = os.path.join(os.path.dirname(os.path.abspath(self._file)), given["localpath"].text())
         if not os.path.isfile(local):
             raise given["localpath"].problem(
                 f"{given['localpath'].text()} is not there; paths are from this file's folder"
             )
-        return File(path.text(), local=local)
+        return File(path, local=local)
 
     # -- what holds for all of it -------------------------------------------------------------------------------------
 
@@ -296,12 +305,12 @@ def _input(field: Field) -> Input:
     regex = given["regex"].pattern() if "regex" in given else ""
     if "task" in given:
         return Input(task=given["task"].text(), regex=regex)
-    return Input(url=_url(given["url"]), regex=regex)
+    return Input(url=url_of(given["url"]), regex=regex)
 
 
 def _output(field: Field) -> Output:
     given = field.mapping(("url", "regex"))
-    return Output(_url(_wanted(given, "url", field)), given["regex"].pattern() if "regex" in given else "")
+    return Output(url_of(_wanted(given, "url", field)), given["regex"].pattern() if "regex" in given else "")
 
 
 def _checkpoint(field: Field) -> Checkpoint:
@@ -309,7 +318,7 @@ def _checkpoint(field: Field) -> Checkpoint:
     path = _wanted(given, "path", field)
     return Checkpoint(
         _path(path),
-        _url(_wanted(given, "url", field)),
+        url_of(_wanted(given, "url", field)),
         _wanted(given, "frequency", field).duration_s(OFTEN_S),
         given["regex"].pattern() if "regex" in given else "",
     )
@@ -321,29 +330,6 @@ def _path(field: Field) -> str:
     if not field.text().startswith("/") or ".." in field.text().split("/") or path == "/":
         raise field.problem(f"an absolute path without '..' is meant, not {field.text()!r}")
     return path
-
-
-def _url(field: Field) -> str:
-    url = field.text()
-    scheme, found, rest = url.partition("://")
-    if not found or scheme not in _SCHEMES or not rest:
-        raise field.problem(f"{url!r} is no address; {', '.join(f'{one}://' for one in _SCHEMES)} are known")
-    if scheme != "file":
-        _check_cloud(field, scheme)
-    elif not rest.startswith("/"):
-        raise field.problem(f"{url!r}: a path after file:// is absolute, as in file:///data")
-    return url.rstrip("/")
-
-
-def _check_cloud(field: Field, scheme: str) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("obstore") is None:
-        raise field.problem(f"{scheme}:// needs the extra: pip install 'holdfast[cloud]'")
-    try:
-        cloud.connect(field.text())  # which asks nobody; it reads the environment
-    except CheckpointError as failure:
-        raise field.problem(str(failure)) from None
 
 
 def _resource(field: Field) -> Resource:

@@ -30,11 +30,12 @@ class Screen:
                 self._seen[name] = at.state, at.attempt
                 self._count += 1
                 self._changed[name] = self._count
-        self.clear()
-        text = self._text(record, lines - 1, width)  # the cursor has a line, too
-        sys.stdout.write(text + "\n")
+        table = self._text(record, lines - 1, width).split("\n")  # the cursor has a line, too
+        back = f"\x1b[{self._lines}F" if self._lines else ""
+        # Line by line: a screen that is wiped flickers, and some terminals keep what was on it.
+        sys.stdout.write(back + "".join(f"{line}\x1b[K\n" for line in table) + "\x1b[J")
         sys.stdout.flush()
-        self._lines = text.count("\n") + 1
+        self._lines = len(table)
 
     def _text(self, record: Record, lines: int, width: int) -> str:
         tasks = record.standing.tasks

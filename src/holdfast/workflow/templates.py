@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from holdfast.workflow.spec import Problem
 
 MOST_CHARACTERS = 16 * 1024 * 1024
+MOST_PIECES = 1_000_000
 _KEYS = ("version", "workflow", "default-values")
 _TOP = re.compile(r"^([A-Za-z_-]+)\s*:", re.MULTILINE)
 _TOKEN = re.compile(r"\{\{[ ]*(uuid|workflow_id|output|(?:input|host):[A-Za-z0-9_.-]+)[ ]*\}\}")
@@ -64,14 +65,15 @@ def render(template: str, first_line: int, values: Mapping[str, Any], file: str)
         text = _limited(environment.from_string(_marked(environment.lex(put_away), first_line)).generate(values), file)
     except TemplateSyntaxError as wrong:
         if (at := _unclosed(put_away)) is not None:
-            line = first_line + put_away.count("\n", 0, at)
-            raise Problem(f"{put_away[at : at + 2]!r} does not close: {wrong.message}", file, line) from None
+            why = f"{put_away[at : at + 2]!r} does not close: " + re.sub(r" at \d+$", "", str(wrong.message))
+            raise Problem(why, file, first_line + put_away.count("\n", 0, at)) from None
         raise Problem(f"{wrong.message}", file, first_line + wrong.lineno - 1) from None
     except (TemplateError, SecurityError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as wrong:
         raise Problem(f"{wrong}{_hint(wrong)}", file, first_line + _failed_line(wrong) - 1) from None
-    except (MemoryError, RecursionError) as wrong:
-        what = "needs too much memory" if isinstance(wrong, MemoryError) else "calls itself without an end"
-        raise Problem(f"the template {what}", file, first_line + _failed_line(wrong) - 1) from None
+    except MemoryError as wrong:
+        raise Problem("the template needs too much memory", file, first_line + _failed_line(wrong) - 1) from None
+    except (RecursionError, SyntaxError) as wrong:
+        raise Problem("the template is nested too deeply", file, first_line + _failed_line(wrong) - 1) from None
     lines: list[int] = []
     plain = []
     last = first_line
@@ -100,9 +102,10 @@ def _limited(pieces: Iterator[str], file: str) -> str:
     for piece in pieces:
         made.append(piece)
         size += len(piece)
-        line = max(map(int, _LINE.findall(piece)), default=line)
-        if size > MOST_CHARACTERS:
-            raise Problem(f"the template makes more than {MOST_CHARACTERS >> 20} Mi characters", file, line)
+        if found := _LINE.findall(piece):
+            line = int(found[-1])
+        if size > MOST_CHARACTERS or len(made) > MOST_PIECES:
+            raise Problem("the template makes more text than a workflow can be", file, line)
     return "".join(made)
 
 
@@ -124,7 +127,7 @@ def names_in(template: str) -> set[str]:
 
     try:
         return meta.find_undeclared_variables(ImmutableSandboxedEnvironment().parse(_TOKEN.sub("", template)))
-    except TemplateSyntaxError:
+    except (TemplateSyntaxError, RecursionError):
         return set()  # which is told when it is rendered
 
 
@@ -147,10 +150,8 @@ def tokens_in(text: str) -> list[tuple[str, int]]:
     return [(match[1], match.start()) for match in _TOKEN.finditer(text)]
 
 
-def as_value(text: str) -> int | float | bool | str:
-    """As `--set` reads one: a number or a truth where it is one. `007` is a name, not seven."""
-    if text in ("true", "false"):
-        return text == "true"
+def as_value(text: str) -> int | float | str:
+    """As `--set` reads one: a number where it is one. `007` is a name, not seven."""
     if re.fullmatch(r"-?(0|[1-9]\d{0,17})", text):
         return int(text)
     return float(text) if re.fullmatch(r"-?(0|[1-9]\d{0,17})(\.\d+)?(e[+-]?\d{1,2})?", text) else text
