@@ -104,7 +104,7 @@ def measure(tasks: int, one_group: bool, often: str, for_s: float, ends: int) ->
     flow = Flow(tasks, one_group, often)
     try:
         run_s = flow.until_all_run()
-        time.sleep(15.0 if often else 3.0)  # the first look at a checkpoint asks its storage, too
+        time.sleep(35.0 if often else 3.0)  # the first look at a checkpoint asks its storage, too
         before, begun_s = cpu_s(flow.runner.pid), time.monotonic()
         time.sleep(for_s)
         share = (cpu_s(flow.runner.pid) - before) / (time.monotonic() - begun_s)
@@ -135,7 +135,7 @@ def main() -> None:
     print(f"Tasks that sleep, {args.seconds:g} s of it; then {args.ends} end, one after the other; {versions()}\n")
     rows = [
         measure(args.tasks, one_group, often, args.seconds, args.ends)
-        for one_group, often in ((False, ""), (True, ""), (False, "10s"))
+        for one_group, often in ((False, ""), (True, ""), (False, "30s"))
     ]
     seen = f"end is seen, median of {args.ends}"
     print(

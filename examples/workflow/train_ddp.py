@@ -31,8 +31,8 @@ class Trainer:
         self.epochs_run = 0
         if snapshot.exists():
             self.load()
-        # Without this DDP orders its sums anew after the first step, and a run that was interrupted does that twice. With
-        # it, such a run has the bits of one that was not.
+        # Without this DDP orders its sums anew after the first step, and a run that was interrupted does that twice.
+        # With it, such a run has the bits of one that was not.
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
 
     def load(self) -> None:

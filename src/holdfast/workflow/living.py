@@ -168,7 +168,8 @@ class Living:
 
     async def _over_within(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._over.wait()
         return self._over.is_set()
 
     def _tokens(self, known: Known) -> dict[str, str]:
