@@ -31,7 +31,9 @@ def measure(launcher: str, place: list[str], env: dict[str, str]) -> float:
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         env = {**env, "HOLDFAST_WORKFLOWS": f"{folder}/flows", "PATH": path}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        if done.returncode != 0:
+            tails = [f"{path}: {path.read_text()[-3000:]}" for path in Path(folder).glob("flows/*/tasks/*/*/stderr")]
+            raise AssertionError("\n".join([done.stdout, done.stderr, *tails]))
         life = Path(folder, "flows", "seed-1", "tasks", "worker_1", "1")
         ended = next(path for path in (life / "exit", life / "ended.json") if path.exists())
         rows = [line.split() for line in steps.read_text().splitlines()]

@@ -34,6 +34,13 @@ def start(life: Life, script: str) -> subprocess.Popen[bytes]:
     return life.start(["bash", "-c", script], {**os.environ, "OUT": str(life.folder.parent)})
 
 
+def until(path: Path) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
 def test_of_many_who_begin_it_one_does(life: Life) -> None:
     shells: list[subprocess.Popen[bytes]] = []
     several = [
@@ -63,7 +70,8 @@ def test_told_to_end_at_any_moment(life: Life) -> None:
 
 
 def test_it_is_its_own_process_and_no_other_of_that_number(life: Life) -> None:
-    shell = start(life, "sleep 300")
+    shell = start(life, "echo > $OUT/set; sleep 300")
+    until(life.folder.parent / "set")
     said = (life.folder / "pid").read_text()
     assert life.pid() == shell.pid
     boot = linux.read("/proc/sys/kernel/random/boot_id").strip()
@@ -83,8 +91,7 @@ def test_nobody_may_begin_it_any_more(life: Life) -> None:
 
 def test_what_is_left_of_it_is_swept(life: Life) -> None:
     shell = start(life, "setsid sleep 300 & echo > $OUT/set; wait")
-    while not (life.folder.parent / "set").exists():
-        time.sleep(0.01)
+    until(life.folder.parent / "set")
     shell.kill()  # nobody writes down how it ended
     life.sweep()
     assert life.code() is None

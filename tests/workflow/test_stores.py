@@ -95,7 +95,8 @@ TRAINS = """
       tasks:
       - name: a
         command: [bash, -c]
-        args: ["mkdir -p /tmp/m; for i in $(seq STEPS); do echo $i > /tmp/m/step; echo step >> SAID; sleep 0.1; done"]
+        args: ["mkdir /tmp/m; echo 0 > /tmp/m/step; read x < OUT/go;
+                for i in $(seq STEPS); do echo $i > /tmp/m/step; echo step >> SAID; sleep 0.1; done"]
         checkpoint: [{path: /tmp/m, url: UP, frequency: 100ms}]
         maxReschedules: 0
 """
@@ -103,12 +104,14 @@ TRAINS = """
 
 def run_with_store_down(here: Here, s3: S3, for_s: float, train_s: float) -> None:
     """It is told once, nobody is disturbed, and when the store is back, all arrives."""
+    os.mkfifo(here.outside / "go")
     runner = here.start("submit", str(here.file(TRAINS.replace("STEPS", f"{train_s * 10:.0f}"))))
     here.until(lambda: s3.content("m/step") is not None)
     s3.fail("503", 1, 1_000_000)
     down_s = time.monotonic()
+    (here.outside / "go").write_text("on\n")
     here.until(lambda: here.told().count("step") >= train_s * 10)
-    s3_is_back = threading.Timer(for_s - (time.monotonic() - down_s), s3.forget)
+    s3_is_back = threading.Timer(max(0.1, down_s + for_s - time.monotonic()), s3.forget)
     s3_is_back.start()
     out, err = runner.communicate(timeout=for_s + 2 * WAIT_S)
     s3_is_back.join()
@@ -151,6 +154,7 @@ def test_a_store_that_is_down_while_a_task_is_prepared(here: Here, s3: S3) -> No
 
 def test_a_task_that_is_killed_in_the_middle_of_an_upload(here: Here, s3: S3) -> None:
     """What is under way comes to its end, and then what the task has left; no two at once."""
+    os.mkfifo(here.outside / "go")
     gate = Gate(s3, "PUT .*/m/f")
     path = here.file("""
         workflow:
@@ -158,12 +162,13 @@ def test_a_task_that_is_killed_in_the_middle_of_an_upload(here: Here, s3: S3) ->
           tasks:
           - name: a
             command: [bash, -c]
-            args: ["mkdir /tmp/m; echo 1 > /tmp/m/f; sleep 0.5; echo 2 > /tmp/m/f; echo 3 > /tmp/m/g; kill -9 $$"]
+            args: ["mkdir /tmp/m; echo 1 > /tmp/m/f; read x < OUT/go; echo 2 > /tmp/m/f; echo 3 > /tmp/m/g; kill -9 $$"]
             checkpoint: [{path: /tmp/m, url: UP, frequency: 100ms}]
             exitActions: {COMPLETE: 137}
     """)
     runner = here.start("submit", str(path))
     assert gate.held.wait(WAIT_S)
+    (here.outside / "go").write_text("on\n")
     here.until(lambda: (here.folder / "workflows/w-1/tasks/a/1/exit").exists())
     assert here.states() == {"a": "running"}
     gate.open()

@@ -31,23 +31,33 @@ from pathlib import Path
 
 from holdfast import linux
 
+# A signal ends a wait, also one that has just seen the child's end; another one tells of that then. 127: it was told.
+_WAIT = """
+wait $child; code=$?
+while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+wait $child; last=$?
+[ $last = 127 ] || code=$last
+"""
+
 # The first process of the task's own namespace: whatever it leaves behind ends with it. The first process of a
 # namespace gets no signal that it has no handler for, so the task itself is its child. It is told to end again and
 # again, and the task hears of it once: when it has a group, it is there to hear it.
-_FIRST = """
+_FIRST = (
+    """
 child= told=
 trap '[ -n "$told" ] || ! kill -TERM -$child 2>/dev/null || told=1' TERM
 setsid "$@" &
 child=$!
-wait $child; code=$?
-while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
-exit $code
 """
+    + _WAIT
+    + "exit $code\n"
+)
 
 # $1: the life's folder. $2: where its output goes. $3: how many files the task may have open. The rest is the command.
 # With noclobber the first to write `pid` is the one who runs. It starts no program of its own, which whoever ends the
 # task could take for a part of it.
-_SHELL = """
+_SHELL = (
+    """
 cd "$1" || exit 1
 read -r stat < /proc/$$/stat
 read -r boot < /proc/sys/kernel/random/boot_id
@@ -61,10 +71,10 @@ shift 3
 "$@" </dev/null >"$out/stdout" 2>"$out/stderr" &
 child=$!
 trap 'kill -TERM $child 2>/dev/null' TERM
-wait $child; code=$?
-while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
-echo $code > exit
 """
+    + _WAIT
+    + "echo $code > exit\n"
+)
 
 
 MARK = "HOLDFAST_LIFE"  # in the environment of all that comes of one

@@ -50,9 +50,16 @@ def main() -> None:
             raise
         with open(f"{args.error_log}.rank_{rank}", "a") as log:
             log.write(f"Training error occurred: {failure}\n")
-        sys.stdout.flush()
-        os._exit(0)  # its process group is broken, and would wait for the others
+        leave()  # its process group is broken, and would wait for the others
+    dist.barrier()
     dist.destroy_process_group()
+    leave()
+
+
+def leave() -> None:
+    """Without the end of the interpreter, in which a thread of torch 2.13's gloo aborts the process now and then."""
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
