@@ -10,9 +10,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from holdfast import linux
 
 NODES = ("n1", "n2", "n3")
 DEADLINE_S = 60.0
@@ -136,7 +139,12 @@ class Slurm:
         assert path is not None
         with open(self.folder / f"{name}.out", "ab") as out:
             self._processes[name] = subprocess.Popen(
-                [path, *args], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                [path, *args],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=partial(linux.die_with_parent, os.getpid()),  # also of one that is killed
             )
 
 
