@@ -313,6 +313,23 @@ def test_what_is_in_the_way_of_an_epoch_is_set_aside(folder: Folder, why: str, w
     assert states.same(states.load(folder, states.latest(folder)[0]), states.state(20))
 
 
+def test_another_rank_sets_it_aside_while_this_one_looks_at_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    states.save(folder, 10, term=states.begin(folder), epoch=1)
+    term = states.begin(folder)
+    size = Folder.size
+    aside: list[str] = []
+
+    def looks(self: Folder, name: str) -> int:
+        if name == "checkpoint_epoch_1.pt" and not aside:
+            aside.append(self.set_aside(name))
+        return size(self, name)
+
+    monkeypatch.setattr(Folder, "size", looks)
+    states.save(folder, 20, 2, term=term, epoch=1)
+    assert aside == ["damaged_checkpoint_epoch_1.pt"]
+    assert states.same(states.load(folder, states.latest(folder)[0]), states.state(20))
+
+
 def test_an_epoch_of_a_later_version_is_not_touched(folder: Folder) -> None:
     term = states.begin(folder)
     states.save(folder, 10, term=term, epoch=1)

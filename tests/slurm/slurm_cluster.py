@@ -117,7 +117,7 @@ class Slurm:
     def close(self) -> None:
         for name in (*NODES, "slurmctld", "munged"):
             if name in self._processes:
-                self.stop(name)
+                self.kill(name)  # nobody needs what they would write at their end
 
     def run(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(

@@ -59,6 +59,7 @@ class Catalogue(msgspec.Struct, frozen=True):
     root: tuple[str, ...]  # all names in the directory,
     folders: dict[str, tuple[str, ...]]  # in each step's folder,
     sidecars: tuple[str, ...]  # and beside the epochs' files
+    unread: frozenset[str] = frozenset()  # epochs' files that are left alone, as notes say
 
 
 def find(storage: Storage) -> Catalogue:
@@ -80,8 +81,9 @@ def find(storage: Storage) -> Catalogue:
             search.look_at_epoch(int(epoch[1]))
     found = sorted(search.found, key=_order(search.found), reverse=True)
     return Catalogue(
-        storage.url, tuple(found), tuple(search.broken), tuple(search.notes), known, root, search.folders, beside
-    )
+        storage.url, tuple(found), tuple(search.broken), tuple(search.notes), known, root, search.folders, beside,
+        frozenset(search.unread),
+    )  # fmt: skip
 
 
 def _order(found: Iterable[Found]) -> Callable[[Found], tuple[int, int, int, int]]:
@@ -106,6 +108,7 @@ class _Search:
         self.found: list[Found] = []
         self.broken: list[tuple[str, str]] = []
         self.notes: list[str] = []
+        self.unread: set[str] = set()
         self.folders: dict[str, tuple[str, ...]] = {}
         self._storage = storage
         self._terms = known
@@ -155,6 +158,7 @@ class _Search:
             pass  # deleted meanwhile
         except CheckpointError as failure:
             self.notes.append(str(failure))
+            self.unread.add(name)
         else:
             self.found.append(self._epoch(epoch, size, sidecar))
 

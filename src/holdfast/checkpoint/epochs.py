@@ -45,15 +45,17 @@ def make_room(storage: Storage, snapshot: Snapshot) -> str | None:
     """What is in the way of the file is set aside if training has left it behind or it is damaged; returns what to say
     of that. None if this very epoch is there already. Raises CheckpointError if another good one is."""
     epoch = _epoch(snapshot)
-    if snapshot.file not in storage.names():
-        return ""
-    there = catalogue.find(storage)
-    found = next((one for one in there.found if one.name == snapshot.file), None)
-    if found is None:
-        if snapshot.file not in there.root:
-            return ""  # another rank was faster
-        if snapshot.file not in (broken := dict(there.broken)):
+    while True:
+        if snapshot.file not in storage.names():
+            return ""  # nothing was, or another rank has been faster
+        there = catalogue.find(storage)
+        found = next((one for one in there.found if one.name == snapshot.file), None)
+        broken = dict(there.broken)
+        if snapshot.file in there.unread:
             raise CheckpointError(f"{snapshot.file} is there already; {'; '.join(there.notes)}")
+        if found is not None or snapshot.file in broken:
+            break  # else it was gone when it was looked at: another rank has set it aside, and may have written its own
+    if found is None:
         why = broken[snapshot.file]
     elif (found.term, found.step) == (snapshot.term, snapshot.step):
         return None
