@@ -186,8 +186,8 @@ def test_a_node_goes_down(here: Workflows) -> None:
 
 
 def test_the_controller_is_restarted(tmp_path: Path) -> None:
-    """Tasks go on; what has to be submitted is, once it answers again. With a Slurm of its own: after a restart nodes may
-    take minutes until they are idle."""
+    """Tasks go on; what has to be submitted is, once it answers again. With a Slurm of its own: after a restart nodes
+    may take minutes until they are idle."""
     with slurm(tmp_path / "slurm") as cluster:
         here = Workflows(cluster, tmp_path)
         _restart_the_controller(here)
