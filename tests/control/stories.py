@@ -10,7 +10,7 @@ from holdfast.control.acts import Action, Contact, Event, Exited, HelpersLost, H
 from holdfast.control.causes import RankExit
 from holdfast.control.node import Node
 from holdfast.control.worlds import World
-from holdfast.wire.messages import Raised
+from holdfast.wire.messages import Leaving, Raised
 
 A = TypeVar("A")
 
@@ -63,10 +63,11 @@ class Story:
         at_s: float | None = None,
         steps: int = 0,
         raised: Raised | None = None,
+        left: Leaving | None = None,
     ) -> list[Action]:
         at_s = self.now_s + after_s if at_s is None else at_s
         assert self.node.world is not None
-        exit = RankExit(rank, 100 + rank, status, at_s, steps, raised)
+        exit = RankExit(rank, 100 + rank, status, at_s, steps, raised, left)
         return self.hears(Exited(self.node.world.generation, exit), after_s)
 
     def timer(self, name: str, key: int = 0, after_s: float = 1.0) -> list[Action]:

@@ -48,6 +48,7 @@ from holdfast.control.acts import (
 from holdfast.control.causes import Cause, Kind, RankExit
 from holdfast.control.node import ABANDON_S, ABANDON_WAITS
 from holdfast.control.standing import Phase
+from holdfast.wire.messages import Leaving
 
 # -- a world that goes well -------------------------------------------------------------------------------------------
 
@@ -139,6 +140,18 @@ def test_a_rank_that_raised_before_the_stop_is_a_cause_and_one_that_raised_becau
     assert (1, "ValueError: bad") in blamed(before.ends(1, 1, raised=early))
     after.ends(0, 1)
     assert blamed(after.ends(1, 1, raised=after.raises(1, "Interrupted"))) == [(0, "exited with code 1")]
+
+
+@pytest.mark.parametrize("status", [3, -signal.SIGTERM])
+def test_a_rank_that_had_left_before_the_stop_is_a_cause_however_late_it_is_gone(status: int) -> None:
+    """Its sockets close while its interpreter ends, so that a peer may fail, and be gone, before it is."""
+    before, after = running(), running()
+    left = Leaving(1, 0, before.now_s + 1.0, 3)
+    before.ends(0, 1, after_s=2.0)
+    assert (1, "exited with code 3") in blamed(before.ends(1, status, left=left))
+    after.ends(0, 1)
+    late = Leaving(1, 0, after.now_s + 1.0, 3)
+    assert blamed(after.ends(1, status, left=late)) == [(0, "exited with code 1")]
 
 
 def test_a_rank_that_ends_well_while_it_is_stopped_makes_no_success() -> None:

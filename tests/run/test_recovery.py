@@ -97,6 +97,13 @@ def test_whatever_ends_a_rank_is_named_and_restarted(job: Job) -> None:
     assert job.leftovers() == []
 
 
+def test_a_rank_that_left_is_blamed_though_its_peer_is_gone_first(job: Job) -> None:
+    assert job.run(TRAINS, "9", fault(1, 4, "exit slowly 3"), max_restarts=1) == 0
+    exited = [event["rank"] for event in job.events("rank.exited") if event["generation"] == 0]
+    assert exited == [0, 1], "or this test shows nothing"
+    assert causes(job) == [("error", 1, "exited with code 3")]
+
+
 def test_a_python_error_is_told_with_its_traceback_and_its_followers(job: Job) -> None:
     assert job.run(TRAINS, "9", fault(1, 4, "raise"), max_restarts=0, flags=("--reschedule-exit-code=75",)) == 1
     [incident] = job.incidents()

@@ -44,7 +44,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 JobRequeue=1
 KillWait=10
-SlurmdTimeout=10
+SlurmdTimeout=60
 ReturnToService=1
 MpiDefault=none
 MailProg=/bin/true
@@ -115,6 +115,11 @@ class Slurm:
         for name in NODES:
             self.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
         self.wait_for_nodes()
+
+    def logs(self) -> str:
+        """The last of what the controller and its nodes have written."""
+        paths = sorted(self.folder.glob("slurm*.log"))
+        return "\n".join(f"{path.name}:\n" + "\n".join(path.read_text().splitlines()[-60:]) for path in paths)
 
     def close(self) -> None:
         for name in (*NODES, "slurmctld", "munged"):

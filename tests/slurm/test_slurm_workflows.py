@@ -161,14 +161,36 @@ def test_scancel_ends_it_in_order(here: Workflows) -> None:
 def test_cancel_while_it_runs_and_while_it_waits(here: Workflows) -> None:
     runner = here.submit(train(1000))
     here.until_said("step 2")
-    waiting = here.start("submit", here.file(train(1000)), "--backend", "slurm")
+    whole_nodes = "name: train\n      resources: {default: {cpu: 2}}"  # two of them, and only one is free
+    waiting = here.submit(train(1000).replace("name: train", whole_nodes))
     here.until(lambda: len(list(here.home.glob("train-2/jobs/1/id"))) == 1, "the second in the queue")
     assert here.run("cancel", "train-2")[0] == 0
     code, said = here.end_of(waiting)
     assert code == 130 and "2 canceled" in said
     assert here.run("cancel", "train-1")[0] == 0
     assert here.end_of(runner)[0] == 130
-    assert "ends 1" in here.said.read_text() and len(begins(here.said.read_text())) == 1
+    text = here.said.read_text()
+    assert "ends 1" in text and len(begins(text)) == 1
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_an_old_answer_of_the_queue_says_nothing_of_a_job_that_came_after_it(here: Workflows, late: int) -> None:
+    """As the runner begins, it asks twice: whether its job is there already, and how its jobs are. One of the answers
+    comes late; the job that it does not know was taken for lost, and had a second life beside its first."""
+    slow = here.folder / "bin" / "squeue"
+    slow.parent.mkdir()
+    slow.write_text(f"""#!/bin/bash
+        said=$({shutil.which("squeue")} "$@"; echo .)
+        for number in 1 2 3; do mkdir {slow.parent}/$number 2>/dev/null && break; done
+        [ $number = {late} ] && sleep 3
+        printf %s "${{said%.}}"
+    """)
+    slow.chmod(0o755)
+    here.env["PATH"] = f"{slow.parent}:{here.env['PATH']}"
+    code, said = here.end_of(here.submit(train(25)))
+    assert code == 0, said
+    assert [begin[0] for begin in begins(here.said.read_text())] == ["1"]
+    assert here.status()["tasks"]["master"]["attempt"] == 1
 
 
 def test_a_node_goes_down(here: Workflows) -> None:

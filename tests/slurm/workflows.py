@@ -30,6 +30,7 @@ class Workflows:
         self.env = {**slurm.environment, **ours}
         self.outside = Path(tempfile.mkdtemp(dir="/var/tmp", prefix="holdfast-test-"))  # tasks see no /tmp of ours
         self._started: list[subprocess.Popen[str]] = []
+        self._heard: list[str] = []
 
     def file(self, text: str) -> str:
         path = self.folder / "flow.yaml"
@@ -57,6 +58,7 @@ class Workflows:
 
     def end_of(self, runner: subprocess.Popen[str]) -> tuple[int, str]:
         out, err = runner.communicate(timeout=WAIT_S)
+        self._heard.append(out + err)
         return runner.returncode, out + err
 
     def status(self) -> dict[str, Any]:
@@ -86,8 +88,11 @@ class Workflows:
         return path.read_text()
 
     def why(self) -> str:
-        outs = [path.read_text(errors="replace") for path in self.home.glob("*/jobs/*/out")]
-        return "\n".join([*outs, self.slurm.run("squeue", "--states=all", check=False)])
+        """What runners, jobs, tasks and Slurm have said."""
+        paths = [*self.home.glob("*/jobs/*/out"), *self.home.glob("*/tasks/*/*/ended.json"), self.said]
+        outs = [f"{path}:\n{path.read_text(errors='replace')}" for path in paths if path.exists()]
+        queue = self.slurm.run("squeue", "--states=all", check=False)
+        return "\n".join([*self._heard, *outs, queue, self.slurm.logs()])
 
     def end(self) -> None:
         for process in self._started:

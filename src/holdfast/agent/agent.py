@@ -315,6 +315,8 @@ class Agent:
                     self._helpers.learn(tuple(filter(None, names)))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit("rank.raised", generation=generation, rank=rank, error=headline)
+            case messages.Leaving():
+                pass  # its world keeps that, until it is gone
             case _:
                 self._monitors.reported(report)
 

@@ -67,6 +67,7 @@ class RunningWorld:
         self._decoder: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
         self._loop.add_reader(self._reports.fileno(), self.read_reports)
         self._raised: dict[int, messages.Raised] = {}
+        self._left: dict[int, messages.Leaving] = {}
         self._outputs: dict[int, RankOutput] = {}
         self._pids: dict[int, int] = {}  # by local rank
         self._pending_signal: int | None = None
@@ -184,6 +185,7 @@ class RunningWorld:
             base=self.pages[local_rank].base,
             drained=self.pages[local_rank].is_draining,
             raised=self._raised.get(rank) if message.status != 0 else None,
+            left=self._left.get(rank) if message.status != 0 else None,
             stderr_tail=output.tail.text(),
             oom_killed=killed and self._oom.killed(message.pid),
         )
@@ -251,6 +253,8 @@ class RunningWorld:
                 report = self._decoder.decode(packet)
                 if isinstance(report, messages.Raised):
                     self._raised.setdefault(report.rank, report)
+                if isinstance(report, messages.Leaving):
+                    self._left.setdefault(report.rank, report)
                 self._on_report(report)
 
     def _token(self, local_rank: int) -> int:

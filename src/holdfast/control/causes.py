@@ -10,7 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.control.stacks import MAX_RANKS, Group, merge, suspects, trimmed
-from holdfast.wire.messages import Raised
+from holdfast.wire.messages import Leaving, Raised
 from holdfast.wire.symptoms import is_backend, is_hardware
 
 
@@ -67,6 +67,7 @@ class RankExit(msgspec.Struct, frozen=True):
     at_s: float
     steps: int | None = None  # None where they cannot be seen
     raised: Raised | None = None
+    left: Leaving | None = None  # it had called `sys.exit`, and took until `at_s` to be gone
     stderr_tail: tuple[str, ...] = ()
     oom_killed: bool = False
     stopped: bool = False  # because we had told it to
@@ -86,7 +87,7 @@ class RankExit(msgspec.Struct, frozen=True):
             return Kind.BACKEND if self.raised.distributed else Kind.ERROR
         if _ended_by_backend(self):
             return Kind.BACKEND
-        return Kind.SIGNAL if self.status < 0 else Kind.ERROR
+        return Kind.SIGNAL if self.status < 0 and self.left is None else Kind.ERROR
 
     @property
     def headline(self) -> str:
@@ -100,13 +101,17 @@ class RankExit(msgspec.Struct, frozen=True):
             return self.raised.headline
         if self.oom_killed:
             return "killed by the kernel: out of memory (SIGKILL)"
+        if self.left is not None:
+            return f"exited with code {self.left.code}"
         if self.status < 0:
             return f"killed by {signal_name(-self.status)}"
         return f"exited with code {self.status}"
 
     @property
     def failed_at_s(self) -> float:
-        return self.raised.at_s if self.raised is not None else self.at_s
+        if self.raised is not None:
+            return self.raised.at_s
+        return self.left.at_s if self.left is not None else self.at_s
 
     @property
     def is_failure(self) -> bool:

@@ -222,8 +222,8 @@ class Node(Standing):
         return []
 
     def _was_told(self, exit: RankExit) -> bool:
-        """Whether a rank ended because we told it to. One that had raised before, or that was killed by a signal we
-        never sent, did not, even if its end is seen only now."""
+        """Whether a rank ended because we told it to. One that had raised or left before, or that was killed by a
+        signal we never sent, did not, even if its end is seen only now."""
         if self.phase is not Phase.STOPPING or exit.failed_at_s < self.stop_sent_at_s:
             return False
         return exit.status >= 0 or -exit.status in self.sent

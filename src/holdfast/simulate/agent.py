@@ -354,7 +354,10 @@ class Agent(Process):
     def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
         base = max(0, group.ensemble.base) if group.ensemble is not None else 0
         asked = rank in group.asked
-        exit = RankExit(rank, 1000 + rank, status, at_s, group.steps, raised, oom_killed=oom, base=base, drained=asked)
+        left = group.left.get(rank) if status != 0 else None
+        exit = RankExit(
+            rank, 1000 + rank, status, at_s, group.steps, raised, left, oom_killed=oom, base=base, drained=asked
+        )
         self.feed(acts.Exited(group.world.generation, exit))
 
     def lose_helpers(self) -> None:

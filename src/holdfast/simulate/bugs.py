@@ -429,6 +429,11 @@ def job_id_per_term() -> Any:
     return _instead(Coordinator, "begin", make)
 
 
+def quitter_excused() -> Any:
+    """A rank that has quit by itself, and is gone after the stop, counts as one that was told to go."""
+    return mock.patch.object(causes.RankExit, "failed_at_s", property(lambda self: self.at_s))
+
+
 def none() -> Any:
     """No bug at all."""
     return contextlib.nullcontext()
@@ -444,6 +449,7 @@ BUGS: dict[str, Bug] = {
         two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome, hang_ignored, dump_awaited, sleep_blamed,
         short_limit, waiting_blamed, exclusion_forgotten, excluded_until_its_next_agent, end_not_written,
         end_as_a_failure, progress_ignored, progress_not_seen, drained_though_killed, job_id_per_term,
+        quitter_excused,
     )
 }  # fmt: skip
 

@@ -135,7 +135,7 @@ class Faults:
             case "cuda oom":
                 group.raise_in(rank, "OutOfMemoryError", out_of_memory=True)
             case "exit":
-                group.end(rank, 3)
+                group.leave(rank, 3)
             case "backend":
                 group.raise_in(rank, "NCCL error", distributed=True)
         return True

@@ -24,6 +24,7 @@ from holdfast.simulate.observed import (
     IncidentOpened,
     Launched,
     Left,
+    Quit,
     Ran,
     Released,
     Renewed,
@@ -84,6 +85,7 @@ class Checker:
         self._lifted: dict[str, float] = {}
         self._bygone: list[World] = []  # of earlier jobs of the same name
         self._hangs: dict[int, set[int]] = {}  # ranks that hang, by generation
+        self._quits: dict[int, int] = {}  # the rank that was first to quit, by generation
         self._silent: dict[int, bool] = {}  # generations that had a verdict
         self._excluded: dict[str, int] = {}  # hosts, and the generation that was the newest then
         self._end_asked = False
@@ -105,6 +107,7 @@ class Checker:
             Left: self._left_,
             Renewed: self._renewed,
             Hung: self._hung,
+            Quit: self._quit,
             FoundHung: self._found_hung,
             Excluded: self._excluded_,
             EndAsked: self._end_asked_,
@@ -269,6 +272,9 @@ class Checker:
             plan.incident = incident
         if incident.kind is Kind.MEMBERSHIP and incident.headline == "the world was stopped":
             raise Violation("causes", f"generation {incident.generation} was stopped, and nobody knows why")
+        if incident.kind is Kind.BACKEND and incident.generation in self._quits:
+            quits = self._quits[incident.generation]
+            raise Violation("causes", f"rank {quits} of generation {incident.generation} quit, and a peer is blamed")
         self._explained(incident)
         self._progress(incident)
         self.incidents[incident.number] = incident.generation
@@ -315,6 +321,9 @@ class Checker:
 
     def _hung(self, at_s: float, event: Hung) -> None:
         self._hangs.setdefault(event.generation, set()).add(event.rank)
+
+    def _quit(self, at_s: float, event: Quit) -> None:
+        self._quits[event.generation] = event.rank
 
     def _found_hung(self, at_s: float, event: FoundHung) -> None:
         who = f"rank {event.rank} of generation {event.generation} on {event.node}"

@@ -105,6 +105,13 @@ class Hung(msgspec.Struct, frozen=True):
     rank: int
 
 
+class Quit(msgspec.Struct, frozen=True):
+    """A rank has called `sys.exit` with a code, in a world in which nothing had failed."""
+
+    generation: int
+    rank: int
+
+
 class FoundHung(msgspec.Struct, frozen=True):
     """A node's monitor has given a rank up, after so long without a sign of life."""
 
@@ -146,5 +153,5 @@ class Finished(msgspec.Struct, frozen=True):
 
 Event = (
     Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
-    | Left | Renewed | Hung | FoundHung | Excluded | EndAsked | Released | Ended | Finished
+    | Left | Renewed | Hung | Quit | FoundHung | Excluded | EndAsked | Released | Ended | Finished
 )  # fmt: skip

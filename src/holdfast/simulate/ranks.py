@@ -11,7 +11,7 @@ from holdfast.control.membership import Policy
 from holdfast.control.stacks import Group as Place
 from holdfast.control.worlds import World
 from holdfast.simulate import observed as seen
-from holdfast.wire.messages import Raised
+from holdfast.wire.messages import Leaving, Raised
 
 if TYPE_CHECKING:
     from holdfast.simulate.agent import Agent
@@ -38,6 +38,7 @@ class Group:
         self.ensemble: Ensemble | None = None
         self.steps = 0
         self.asked: set[int] = set()  # ranks that are to end at a boundary
+        self.left: dict[int, Leaving] = {}  # ranks that have called `sys.exit`, and may not be gone yet
         self.ends: dict[int, int] = {}  # how those that have ended did
         self._signalled: dict[int, int] = {}
 
@@ -127,7 +128,7 @@ class Group:
             elif rank not in self._signalled:
                 self._signalled[rank] = signum
                 if not timeline.chance(0.7 if rank in self.hung else program.deaf):
-                    status = -signum if timeline.chance(0.9) else 0
+                    status = -signum if timeline.chance(0.9) or rank in self.left else 0
                     timeline.after(timeline.random.expovariate(4.0), self.end, rank, status)
 
     def end(
@@ -150,9 +151,19 @@ class Group:
         agent.sim.training.rank_ended(self, rank, status)
 
     def raise_in(self, rank: int, headline: str, distributed: bool = False, out_of_memory: bool = False) -> None:
+        if rank in self.left:
+            return  # its program is over
         generation, at_s = self.world.generation, self.agent.host.clock_s()
         where = "torch/distributed.py:1" if distributed else "train.py:7"
         self.end(rank, 1, Raised(rank, generation, at_s, headline, "", where, distributed, out_of_memory))
+
+    def leave(self, rank: int, code: int) -> None:
+        """By `sys.exit`: the sockets close at once, and the process is gone later, perhaps after its peers are."""
+        if rank not in self.alive or rank in self.stuck or rank in self.left:
+            return
+        self.left[rank] = Leaving(rank, self.world.generation, self.agent.host.clock_s(), code)
+        self.agent.sim.training.rank_left(self, rank, code)
+        self.agent.timeline.after(self.agent.timeline.random.uniform(0.0, 1.0), self.end, rank, code)
 
     def kill_all(self, silent: bool) -> None:
         for rank in list(self.alive):
@@ -345,6 +356,15 @@ class Training:
                 self.timeline.after(delay_s, self._peer_fails, other)
         self.timeline.after(self.program.backend_timeout_s, self._peer_fails, group)
 
+    def rank_left(self, group: Group, rank: int, code: int) -> None:
+        world = group.ensemble
+        assert world is not None
+        if world.began and not (world.broken or world.complete or world.drained or self._needed):
+            self.sim.checker.saw(self.timeline.now_s, seen.Quit(world.generation, rank))
+            self.timeline.after(self.timeline.random.expovariate(4.0), self._peer_fails, group)
+        self.rank_ended(group, rank, code)
+
     def _peer_fails(self, group: Group) -> None:
-        if (awake := group.awake()) and not group.agent.host.frozen:
+        awake = [rank for rank in group.awake() if rank not in group.left]
+        if awake and not group.agent.host.frozen:
             group.raise_in(awake[0], "connection closed by peer", distributed=True)

@@ -217,6 +217,16 @@ class Raised(Message, frozen=True):
     hardware: bool = False
 
 
+class Leaving(Message, frozen=True):
+    """A rank's program has called `sys.exit` with a code that is none of success. Its sockets close before it is gone,
+    so its peers may fail, and be seen to, before it is."""
+
+    rank: int
+    generation: int
+    at_s: float
+    code: int
+
+
 class Poke(Message, frozen=True):
     """A rank could now be hung sooner than its agent meant to look."""
 
@@ -258,4 +268,4 @@ class Counted(Message, frozen=True):
     reason: str = ""
 
 
-Report = Stepped | Raised | Poke | Sections | Learned | Control | Counted
+Report = Stepped | Raised | Leaving | Poke | Sections | Learned | Control | Counted

@@ -54,7 +54,9 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         _keep_to_lease(here.beacon)
     try:
         programs.run(request.program, request.rank)
-    except SystemExit:
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0) and place.current() is here:
+            reporter.leaving(leaving.code)
         raise
     except KeyboardInterrupt as interrupt:
         errors.show(interrupt)
@@ -72,7 +74,8 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
 
 
 class Reporter:
-    """Tells the agent the few things that it must not have to ask for: the first step, and an exception."""
+    """Tells the agent the few things that it must not have to ask for: the first step, an exception, and an
+    exit with a code."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -94,6 +97,10 @@ class Reporter:
                 hardware=told.hardware,
             )
         )
+
+    def leaving(self, given: object) -> None:
+        code = given & 0xFF if isinstance(given, int) else 1  # as Python has it
+        self._place.report(messages.Leaving(self._place.rank, self._place.generation, time.monotonic(), code))
 
     def first_step(self) -> None:
         modules = b""

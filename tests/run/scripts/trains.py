@@ -2,16 +2,20 @@
 
 `trains.py STEPS [FAULT ...]`, a fault being JSON: {"rank": 1, "step": 5, "how": "SIGKILL", "generations": [0]}.
 Step -1 is before the process group exists, step 0 before the first optimizer step. `how` is a signal's name,
-"raise", "exit N", "os._exit N", "deafen" (ignore SIGTERM and sleep) or "leave" (start a process that outlives us).
+"raise", "exit N", "exit slowly N" (its sockets close a second before it is gone), "os._exit N", "deafen" (ignore
+SIGTERM and sleep) or "leave" (start a process that outlives us).
 HOLD, if given, is a file that keeps the job training for as long as it exists, beyond its steps.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +61,9 @@ def strike(how: str) -> None:
     word, _, number = how.partition(" ")
     if word == "raise":
         raise ValueError(f"planned at rank {RANK}")
+    if word == "exit" and number.startswith("slowly"):
+        atexit.register(close_and_wait)
+        sys.exit(int(number.split()[1]))
     if word == "exit":
         sys.exit(int(number))
     if word == "os._exit":
@@ -72,6 +79,20 @@ def strike(how: str) -> None:
         tell(left=child.pid)
         return
     os.kill(os.getpid(), signal.Signals[word])
+
+
+def close_and_wait() -> None:
+    """As an interpreter does that has much to take apart: the peers see that we are gone long before we are."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") and is_tcp(fd):
+                os.close(fd)
+    time.sleep(1.0)
+
+
+def is_tcp(fd: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as copy:
+        return copy.family in (socket.AF_INET, socket.AF_INET6)
 
 
 def main() -> None:

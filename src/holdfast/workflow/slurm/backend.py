@@ -139,7 +139,7 @@ class Slurm:
         self._canceled.add(job)
         try:
             await asyncio.to_thread(commands.cancel, job)
-            self._see_jobs(await asyncio.to_thread(commands.jobs))
+            await self._look()
         except commands.Failed as failure:
             self._canceled.discard(job)
             self._complain(str(failure))
@@ -172,12 +172,17 @@ class Slurm:
 
     async def _ask(self) -> None:
         try:
-            found = await asyncio.to_thread(commands.jobs)
+            await self._look()
         except commands.Failed as failure:
             self._complain(str(failure))
         else:
             self._said = ""
-            self._see_jobs(found)
+
+    async def _look(self) -> None:
+        """Into Slurm's queue. A job that was submitted after the question is not in the answer, and yet not gone."""
+        asked = {self._places.id(given.number) for given in self._jobs}
+        jobs = await asyncio.to_thread(commands.jobs)
+        self._see_jobs({number: jobs.get(number) for number in asked if number is not None})
 
     def _see_files(self) -> None:
         for given in self._jobs:
@@ -214,13 +219,13 @@ class Slurm:
         if (at := read_text(life / "checkpoint")) and at > task.checkpoint_at:
             self._tell(Progressed(name, attempt, at))
 
-    def _see_jobs(self, jobs: dict[int, Job]) -> None:
+    def _see_jobs(self, jobs: dict[int, Job | None]) -> None:
         """Those that are over, and whose tasks have not said so."""
         for given in self._jobs:
             number = self._places.id(given.number)
-            if number is None or not self._alive(given):
+            if number is None or number not in jobs or not self._alive(given):
                 continue
-            job = jobs.get(number)
+            job = jobs[number]
             if job is None or job.over:
                 self._soon = 0
                 self._over.add(number)
