@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,9 @@ def main(argv: list[str] | None = None) -> None:
     for launcher, name in (("holdfast", "this machine, holdfast run"), ("torchrun", "this machine, torchrun")):
         one = partial(measure, launcher, local, dict(os.environ))
         rows.append([name, *many(args.runs, one)])
+    if shutil.which("sbatch") is None:
+        print(table(["", "median", "best", "worst"], rows), "\nno Slurm on this machine", sep="")
+        return
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder, slurm(Path(folder, "slurm")) as cluster:
         one = partial(measure, "holdfast", ["--backend", "slurm"], cluster.environment)
         rows.append(["Slurm, holdfast run", *many(args.runs, one)])
