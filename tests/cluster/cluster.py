@@ -254,8 +254,9 @@ class Cluster:
         return path
 
     def events(self, i: int, name: str | None = None) -> list[Line]:
+        """What this node itself has recorded."""
         lines = [json.loads(line) for line in (self.run_dir(i) / "events.jsonl").read_text().splitlines()]
-        return [line["data"] for line in lines if name in (None, line["name"])]
+        return [line["data"] for line in lines if name in (None, line["name"]) and line["node"] == lines[0]["node"]]
 
     def incidents(self, i: int) -> list[Line]:
         return [json.loads(path.read_text()) for path in sorted((self.run_dir(i) / "incidents").glob("*.json"))]

@@ -24,6 +24,7 @@ from holdfast.control.acts import (
     Hung,
     KeeperLost,
     Opened,
+    Paced,
     PeekAsked,
     PrepareHelpers,
     Run,
@@ -36,6 +37,7 @@ from holdfast.control.causes import Kind, RankExit
 from holdfast.control.hangs import Hang
 from holdfast.control.stacks import Group
 from holdfast.control.standing import Phase
+from holdfast.control.stragglers import Window
 from holdfast.wire.messages import Raised
 
 A = TypeVar("A")
@@ -112,6 +114,7 @@ class Walk:
             yield 0.1, lambda: KeeperLost(generation)
             yield 0.2, self._hang
             yield 0.05, lambda: Asked(generation, min(self._live), self._random.choice(ACTIONS), "ECC errors")
+            yield 2.0, self._pace
         if self._dumps:
             yield 3.0, lambda: self._dumps.pop(self._random.randrange(len(self._dumps)))
         yield 0.1, lambda: PeekAsked(1)
@@ -123,6 +126,10 @@ class Walk:
             yield 0.5, lambda: timers.pop(self._random.randrange(len(timers)))
         if generation > 0:
             yield 0.3, self._old_news
+
+    def _pace(self) -> Queued:
+        slow_s = self._random.choice([0.1, 0.5, 0.5])
+        return Paced(self._generation, Window(2, min(self._live), slow_s, 0.1, 0.1))
 
     def _hang(self) -> Queued:
         rank = self._random.choice(sorted(self._live))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
 import pytest
 
 from holdfast.control.causes import (
@@ -251,6 +252,16 @@ def test_the_rank_that_the_others_wait_for_is_to_blame_not_the_one_whose_monitor
 def test_where_all_wait_for_each_other_nobody_is_to_blame() -> None:
     [cause] = explained([hang(0)], [waiting(0, 1), waiting(2, 3, node="b")])
     assert (cause.rank, cause.node, cause.suspects) == (None, "", ())
+
+
+def test_where_stacks_tell_nothing_a_rank_that_passed_its_own_limit_is_to_blame() -> None:
+    """As one whose heartbeats stopped, beside another that is at something else and has its own in time."""
+    places = [reading(1, node="a"), Group((0,), 1, "train.py:7 main", frames=("train.py:7 main",), node="a")]
+    [silent] = explained([hang(1)], places)
+    [own] = explained([msgspec.structs.replace(hang(1), own_limit=True)], places)
+    assert (silent.rank, own.rank, own.node) == (None, 1, "a")
+    [waits] = explained([msgspec.structs.replace(hang(0), own_limit=True)], [waiting(0), reading(1)])
+    assert waits.rank == 1, "unless it waits for another"
 
 
 def test_a_hang_whose_stacks_are_not_known_stays_with_whoever_noticed() -> None:

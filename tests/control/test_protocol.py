@@ -13,6 +13,7 @@ from holdfast.control.causes import Cause, Kind
 from holdfast.control.incidents import MAX_FOLLOWERS, Follower, Incident
 from holdfast.control.protocol import MAX_CAUSES, MAX_LINE, MAX_TRACEBACK, shifted, trimmed
 from holdfast.control.stacks import MAX_FRAMES, MAX_RANKS, Group
+from holdfast.control.stragglers import Found, Window
 from holdfast.control.worlds import World
 from holdfast.wire.session import MAX_FRAME_BYTES
 
@@ -39,6 +40,8 @@ TO_COORDINATOR: list[protocol.ToCoordinator] = [
     protocol.Leaving(15),
     protocol.Learned('{"heartbeat": 3.5}'),
     protocol.Request(3, 9, "exclude-node", "ECC errors"),
+    protocol.Recorded(12.5, 41, (b'{"v":1}\n',)),
+    protocol.Paced(3, Window(8, 5, 0.2, 0.1, 0.1, 0.01)),
     protocol.Peek(7),
     protocol.Shown("n1", 7, 2, "host-b", (GROUP,)),
     protocol.Look("host-b"),
@@ -55,6 +58,7 @@ TO_AGENT: list[protocol.ToAgent] = [
     protocol.Standby("a spare"),
     protocol.Waiting("1 of 2"),
     protocol.Note("read this"),
+    protocol.Straggles(3, Found(5, 0.2, 0.1)),
     protocol.Opened(INCIDENT, 14.0),
     protocol.Closed(INCIDENT, 14.0),
     protocol.Show("n1", 7, 2),
@@ -92,7 +96,7 @@ def test_what_a_coordinator_says_arrives_as_it_was(message: protocol.ToAgent) ->
 
 @pytest.mark.parametrize("message", [*TO_COORDINATOR, *TO_AGENT], ids=named)
 def test_a_field_that_is_not_known_is_refused(message: protocol.Message) -> None:
-    fields = {**msgspec.to_builtins(message), "extra": 1}
+    fields = {**msgspec.to_builtins(message, builtin_types=(bytes,)), "extra": 1}
     kinds: Any = protocol.ToCoordinator if message in TO_COORDINATOR else protocol.ToAgent
     with pytest.raises(msgspec.ValidationError, match="extra"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=kinds)

@@ -154,8 +154,9 @@ def test_scancel_ends_it_in_order(here: Workflows) -> None:
     assert code == 130 and "train-1: canceled" in said, said + here.why()
     text = here.said.read_text()
     assert "ends 1" in text and len(begins(text)) == 1
-    last = re.findall(r"step (\d+)", text)[-1]
-    assert (here.folder / "up" / "models" / "steps").read_text().strip() == last
+    last = int(re.findall(r"step (\d+)", text)[-1])
+    saved = int((here.folder / "up" / "models" / "steps").read_text())
+    assert saved in (last, last + 1), "it is saved before it is said, and the end may come in between"
 
 
 def test_cancel_while_it_runs_and_while_it_waits(here: Workflows) -> None:

@@ -17,13 +17,16 @@ from typing import Any
 import msgspec
 
 from holdfast import linux
+from holdfast._version import __version__
 from holdfast.agent import joining, preflight
 from holdfast.agent.console import Console
+from holdfast.agent.forwarding import Forwarder
 from holdfast.agent.link import Link
 from holdfast.agent.log_plugins import LogPlanner
 from holdfast.agent.logs import Logs, Plumbing, TorchrunLogs
 from holdfast.agent.monitors import Monitors
 from holdfast.agent.options import Options
+from holdfast.agent.page import Page
 from holdfast.agent.records import Records
 from holdfast.agent.result import Result
 from holdfast.agent.rundir import RunDirectory
@@ -31,10 +34,11 @@ from holdfast.agent.stage import Stage
 from holdfast.agent.vault import Vault
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
-from holdfast.control import acts, protocol, restarts
+from holdfast.control import acts, protocol, restarts, stragglers
 from holdfast.control import node as nodes
 from holdfast.control.causes import Kind, RankExit, signal_name
-from holdfast.observe import error_file, torchelastic
+from holdfast.control.stragglers import Found
+from holdfast.observe import error_file, record, torchelastic
 from holdfast.observe.events import Sink
 from holdfast.wire import messages
 
@@ -140,7 +144,7 @@ class Agent:
         sinks = [*self._sinks]
         if options.event_handler == "console":
             sinks.append(torchelastic.ConsoleSink(options.settings.run_id, options.role, self._stderr.write))
-        self._records = Records(run_dir, sinks, self.say)
+        self._records = Records(run_dir, sinks, self.say, f"{joining.host(options)}:{os.getpid()}")
         self._events = self._records.events
         plumbing = Plumbing(self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters)
         redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks, self.say)
@@ -152,14 +156,26 @@ class Agent:
             preflight.check_gpus(nproc)
         if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
             self.say(f"OMP_NUM_THREADS=1 for each of {nproc} ranks; set it yourself for more")
+        settings = options.settings
         self._events.emit(
-            "job.started",
-            run_id=options.settings.run_id,
-            node=self._id,
-            nproc=nproc,
-            program=msgspec.to_builtins(options.program),
-            pid=os.getpid(),
+            record.JobStarted(
+                run_id=settings.run_id,
+                node=self._id,
+                nproc=nproc,
+                program=msgspec.to_builtins(options.program),
+                pid=os.getpid(),
+                host=joining.host(options),
+                clock_s=self._events.start_s,
+                version=__version__,
+                max_restarts=settings.max_restarts,
+                nodes=(settings.min_nodes, settings.max_nodes),
+            )
         )
+        if self._stderr.is_terminal:
+            pid = os.getpid()
+            self.say(f"next: holdfast status {pid}; holdfast top {pid}; holdfast stacks {pid}")
+        if options.preflight and not await self._is_fit(run_dir):
+            return
         vault = self._vault = Vault(self._loop, self._env, nproc, options.shutdown_timeout_s, self._events, self.say)
         self._at_end.callback(vault.close)
         self._monitors = Monitors(self._loop, options, self._records, self._advance, self.say, nproc, vault)
@@ -169,13 +185,35 @@ class Agent:
             self._monitors, listener, self._from_rank, self._refuse,
         )  # fmt: skip
         self._at_end.callback(self._stage.close)
+        self._page = Page(options.dashboard, run_dir.path, self.say)
+        self._at_end.callback(self._page.close)
+        self._forwarder = Forwarder(self._loop, self._events, lambda message: link.tell(message))
         self._node = joining.make_node(options, self._id, nproc)
-        self._link = link = joining.make_link(options, self._id, self._decide, self._advance, self.say, run_dir)
+        self._link = link = joining.make_link(
+            options, self._id, self._decide, self._heard, self.say, run_dir, self._records.merge
+        )
         for action in self._node.begin():
             self._do(action)
         link.start()
         if self._stop_signal is not None:
             self._advance(acts.StopRequested(self._stop_signal))
+
+    async def _is_fit(self, run_dir: RunDirectory) -> bool:
+        """Whether this node may take part, by `holdfast doctor`. One that is told to stop does not wait for it."""
+        from holdfast.doctor import examination
+
+        looking = asyncio.ensure_future(examination.preflight(log_dir=run_dir.path or "", env=self._env))
+        both: list[asyncio.Future[Any]] = [looking, self._finished]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not looking.done():
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+            return False
+        if why := examination.refusal(looking.result()):
+            self._refuse(f"this node is not fit: {why}", elsewhere=True)
+            return False
+        return True
 
     @property
     def _world(self) -> RunningWorld | None:
@@ -243,13 +281,24 @@ class Agent:
         finally:
             self._acting = False
 
+    def _heard(self, event: acts.Event) -> None:
+        """From the line to the coordinator."""
+        self._advance(event)
+        if isinstance(event, protocol.Welcome):
+            self._forwarder.begin(event.recorded)
+            if self._link is not None and self._link.hosts:
+                self._page.start()
+        elif isinstance(event, acts.ContactLost):
+            self._forwarder.end()
+            self._page.close()
+
     def _on_signal(self, signum: int) -> None:
         self._stop_signal = signum
         if self._node is None:
             if not self._finished.done():
                 self._finished.set_result(acts.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
             return
-        self._events.emit("job.signalled", signal=signal_name(signum))
+        self._events.emit(record.JobSignalled(signal_name(signum)))
         self._advance(acts.StopRequested(signum))
 
     def _from_zygote(self, message: messages.FromZygote) -> None:
@@ -257,13 +306,13 @@ class Agent:
             case messages.Ready():
                 self._zygote_ready(message)
             case messages.NotGrown(refused=refused):
-                self._events.emit("zygote.not_grown", refused=refused)
+                self._events.emit(record.ZygoteNotGrown(refused))
             case messages.NotReady(reason=reason):
                 self._refuse(reason)
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
                     generation = self._world.world.generation
-                    self._events.emit("world.started", generation=generation, pids=self._world.pids())
+                    self._events.emit(record.WorldStarted(generation, self._world.pids()))
                     self._advance(acts.Started(generation))
             case messages.NotForked(token=token, reason=reason) if self._world is not None:
                 self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
@@ -274,7 +323,7 @@ class Agent:
 
     def _zygote_ready(self, ready: messages.Ready) -> None:
         if self._helpers_ready:
-            self._events.emit("zygote.grown", pid=ready.pid, refused=ready.refused)
+            self._events.emit(record.ZygoteGrown(ready.pid, ready.refused))
             self._park()
             return
         self._helpers_ready = True
@@ -297,7 +346,7 @@ class Agent:
     def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
         generation = running.world.generation
         if exit is not None:
-            self._events.emit("rank.exited", generation=generation, rank=exit.rank, pid=exit.pid, status=exit.status)
+            self._events.emit(record.RankExited(generation, exit.rank, exit.pid, exit.status))
             self._monitors.exited(exit.rank)
             self._advance(acts.Exited(generation, exit))
         elif running.keeper_gone:
@@ -306,7 +355,7 @@ class Agent:
     def _from_rank(self, report: messages.Report | None) -> None:
         match report:
             case messages.Stepped(rank=rank, generation=generation, at_s=at_s, modules=modules):
-                self._events.emit("rank.first_step", generation=generation, rank=rank)
+                self._events.emit(record.RankFirstStep(generation, rank))
                 self._advance(acts.Stepped(rank, generation, at_s))
                 self._park()
                 if modules and not self._learned:
@@ -314,7 +363,11 @@ class Agent:
                     names = zlib.decompress(modules).decode().split("\n")
                     self._helpers.learn(tuple(filter(None, names)))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
-                self._events.emit("rank.raised", generation=generation, rank=rank, error=headline)
+                self._events.emit(record.RankRaised(generation, rank, headline))
+            case messages.Trained(step=step, epoch=epoch, loss=loss, samples_per_s=pace, left=left):
+                self._events.emit(record.Trained(step, epoch, loss, float(f"{pace:.4g}"), left))
+            case messages.Restored(rank=rank, generation=generation, step=step, seconds=seconds, source=source):
+                self._events.emit(record.CheckpointRestored(generation, rank, step, round(seconds, 4), source))
             case messages.Leaving():
                 pass  # its world keeps that, until it is gone
             case _:
@@ -336,7 +389,7 @@ class Agent:
             case acts.Shown(shown=shown):
                 self._monitors.shown(shown)
             case acts.Signal(ranks=ranks, signum=signum, why=why, drain=drain):
-                self._events.emit("ranks.signalled", ranks=ranks, signal=signal_name(signum), why=why, drain=drain)
+                self._events.emit(record.RanksSignalled(ranks, signal_name(signum), why, drain))
                 if self._world is not None:
                     self._world.signal(ranks, signum, drain)
             case acts.Timer(name=name, key=key, after_s=after_s):
@@ -350,12 +403,14 @@ class Agent:
             case acts.Lease(until_s=until_s):
                 self._stage.lease(until_s)
             case acts.HangUp(why=why):
-                self._events.emit("coordinator.given_up", why=why)
+                self._events.emit(record.CoordinatorGivenUp(why))
                 if self._link is not None:
                     self._link.hang_up(why)
             case acts.Told(text=text):
-                self._events.emit("coordinator.said", text=text)
+                self._events.emit(record.CoordinatorSaid(text))
                 self.say(text)
+            case acts.Straggles(generation=generation, found=found):
+                self._straggles(generation, found)
             case acts.Opened(incident=incident):
                 self._records.opened(incident)
             case acts.Closed(incident=incident):
@@ -364,6 +419,18 @@ class Agent:
                 if not self._finished.done():
                     self._finished.set_result(action)
 
+    def _straggles(self, generation: int, found: Found) -> None:
+        if found.gone:
+            self._events.emit(record.StragglerGone(generation, found.rank))
+            self.say(f"rank {found.rank} is as fast as the others again")
+            return
+        noted = record.StragglerFound(
+            generation, found.rank, found.own_s, found.usual_s, round(found.score, 2), stragglers.WINDOWS
+        )
+        self._events.emit(noted)
+        own, usual = f"{found.own_s * 1000:.3g} ms", f"{found.usual_s * 1000:.3g} ms"
+        self.say(f"rank {found.rank} holds the others up: it needs {own} a step for itself, the others {usual}")
+
     def _tell(self, message: protocol.ToCoordinator) -> None:
         """Fill in what only the shell knows, and send."""
         assert self._link is not None and self._stage is not None
@@ -371,7 +438,7 @@ class Agent:
         match message:
             case protocol.Hello():
                 if self._options.cluster is not None:
-                    self._events.emit("node.hello", addr=self._link.addr, generation=message.generation)
+                    self._events.emit(record.NodeHello(self._link.addr, message.generation))
                 message = msgspec.structs.replace(
                     message, addr=self._link.addr, store_port=self._stage.store_port(addr)
                 )

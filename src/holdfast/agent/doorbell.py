@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast import linux
 from holdfast.control.stacks import Group
+from holdfast.observe.record import Progress
 from holdfast.wire.snapshots import Attach, Attached
 
 MAX_REQUEST_BYTES = 64 * 1024
@@ -49,6 +50,17 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     nproc: int
     program: str
     generation: int
+    run_dir: str = ""  # with its record; '': it keeps none
+
+
+class Now(msgspec.Struct, frozen=True, tag=True):
+    """How far are the ranks of this node?"""
+
+
+class Pace(msgspec.Struct, frozen=True, tag=True):
+    """None: they have not stepped yet."""
+
+    progress: Progress | None
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
@@ -72,8 +84,8 @@ class Handed:
         self.slots = slots
 
 
-Request: TypeAlias = Who | Stacks | Attach
-Answer: TypeAlias = Job | Taken | Sorry
+Request: TypeAlias = Who | Stacks | Now | Attach
+Answer: TypeAlias = Job | Taken | Pace | Sorry
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
@@ -185,7 +197,7 @@ def find() -> list[int]:
     return sorted(pid for uid, pid in _agents() if uid == os.getuid())
 
 
-def ask(pid: int, request: Who | Stacks, timeout_s: float = ANSWER_S) -> Answer:
+def ask(pid: int, request: Who | Stacks | Now, timeout_s: float = ANSWER_S) -> Answer:
     uid = _user_of(pid)
     until_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

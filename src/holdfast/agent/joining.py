@@ -15,6 +15,13 @@ from holdfast.control import node as nodes
 from holdfast.control import protocol
 from holdfast.control.restarts import Decide
 from holdfast.coordinator import ledger
+from holdfast.coordinator.host import Merge
+
+
+def host(options: Options) -> str:
+    """By which people know this machine."""
+    cluster = options.cluster
+    return cluster.local_addr if cluster is not None and cluster.local_addr else socket.gethostname()
 
 
 def make_node(options: Options, node: str, nproc: int) -> nodes.Node:
@@ -22,7 +29,7 @@ def make_node(options: Options, node: str, nproc: int) -> nodes.Node:
     hello = protocol.Hello(
         version=protocol.VERSION,
         node=node,
-        host=cluster.local_addr if cluster is not None and cluster.local_addr else socket.gethostname(),
+        host=host(options),
         addr="",
         local_size=nproc,
         store_port=0,
@@ -41,7 +48,9 @@ def make_node(options: Options, node: str, nproc: int) -> nodes.Node:
     )
 
 
-def make_link(options: Options, node: str, decide: Decide, post: Post, say: Say, run_dir: RunDirectory) -> Alone | Line:
+def make_link(
+    options: Options, node: str, decide: Decide, post: Post, say: Say, run_dir: RunDirectory, merge: Merge
+) -> Alone | Line:
     if options.cluster is None:
         return Alone(options.master_addr, node, options.settings, decide, post)
     return Line(
@@ -54,4 +63,5 @@ def make_link(options: Options, node: str, decide: Decide, post: Post, say: Say,
         run_dir.join(ledger.NAME),
         os.path.join(run_dir.siblings, ledger.NAME),
         preflight.tls(options.cluster),
+        merge,
     )

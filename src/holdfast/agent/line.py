@@ -19,7 +19,7 @@ from holdfast.control.membership import Record, Settings
 from holdfast.control.restarts import Decide
 from holdfast.coordinator import ledger
 from holdfast.coordinator.desk import Desk
-from holdfast.coordinator.host import Host
+from holdfast.coordinator.host import Host, Merge
 from holdfast.wire import peer as wire
 from holdfast.wire.session import Broken
 
@@ -52,6 +52,7 @@ class Line:
         ledger_path: str | None,
         ledger_pattern: str,
         tls: tuple[SSLContext, SSLContext] | None,
+        merge: Merge,
     ) -> None:
         self.addr = cluster.local_addr
         self._cluster = cluster
@@ -60,6 +61,7 @@ class Line:
         self._decide = decide
         self._post = post
         self._say = say
+        self._merge = merge
         self._ledger_path = ledger_path
         self._ledger_pattern = ledger_pattern
         self._server_tls = tls[0] if tls is not None else None
@@ -82,8 +84,14 @@ class Line:
         if not task.cancelled() and (failure := task.exception()) is not None:
             task.get_loop().call_exception_handler({"message": "the line failed", "exception": failure})
 
+    @property
+    def hosts(self) -> bool:
+        return self._host is not None
+
     def tell(self, message: protocol.ToCoordinator) -> None:
         if self._host is not None:
+            if isinstance(message, protocol.Recorded):
+                return  # that is the record they would go to
             self._host.receive(self._node, message)
         elif self._peer is not None:
             self._peer.send(message)
@@ -284,7 +292,7 @@ class Line:
             deposed.set()
 
         coordinator = Coordinator(self._settings, term, record, self._node, self._decide)
-        host = Host(loop, coordinator, kept_in, step_down)
+        host = Host(loop, coordinator, kept_in, step_down, self._merge)
         desk = Desk(self._settings.run_id, host, self._cluster.secret, self._say, self._server_tls)
         try:
             await desk.open(listener)

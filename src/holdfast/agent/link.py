@@ -22,6 +22,9 @@ class Link(Protocol):
 
     addr: str  # by which the other nodes reach this one
 
+    @property
+    def hosts(self) -> bool: ...  # whether the coordinator is in this process
+
     def tell(self, message: protocol.ToCoordinator) -> None: ...
     def hang_up(self, why: str) -> None: ...
     async def close(self) -> None: ...
@@ -37,12 +40,18 @@ class Alone:
         loop = asyncio.get_running_loop()
         self._host = Host(loop, Coordinator(settings, 0, None, node, decide), ledger.Memory(), lambda why: None)
 
+    @property
+    def hosts(self) -> bool:
+        return True
+
     def start(self) -> None:
         self._host.attach(self._node, self._post, lambda: None)
         self._host.begin()
         self._post(acts.Contact())
 
     def tell(self, message: protocol.ToCoordinator) -> None:
+        if isinstance(message, protocol.Recorded):
+            return  # that is the record they would go to
         self._host.receive(self._node, message)
 
     def hang_up(self, why: str) -> None:

@@ -9,15 +9,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.agent.doorbell import Answer, Doorbell, Handed, Job, Request, Stacks
+from holdfast.agent.doorbell import Answer, Doorbell, Handed, Job, Now, Pace, Request, Stacks
 from holdfast.agent.evidence import Evidence
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
+from holdfast.agent.sampling import Sampler
 from holdfast.agent.vault import Vault
 from holdfast.agent.watching import Watching
 from holdfast.agent.world import RunningWorld, program_name
 from holdfast.control import acts, protocol
 from holdfast.control.hangs import Busy, Hang, Watch
+from holdfast.observe import record
 from holdfast.wire import messages
 from holdfast.wire.snapshots import Attach
 
@@ -37,6 +39,7 @@ class Monitors:
     ) -> None:
         self._options = options
         self._events = records.events
+        self._run_dir = records.run_dir.path
         self._post = post
         self._say = say
         self._nproc = nproc
@@ -44,6 +47,7 @@ class Monitors:
         self._running: RunningWorld | None = None
         self._watch = Watch(options.rules)
         self._watching = Watching(loop, self._watch, self._hung, self._corrupt)
+        self._sampler = Sampler(loop, records.events, lambda generation, window: post(acts.Paced(generation, window)))
         self._evidence = Evidence(records.run_dir, post)
         self._doorbell = Doorbell(loop, self._answer)
         self._doorbell.start()
@@ -52,10 +56,12 @@ class Monitors:
         self._running = running
         cold = isinstance(self._options.program, messages.Command)
         self._watching.begin(running.world.generation, running.world.first_rank, running.pages, cold)
+        self._sampler.begin(running.world.generation, running.world.first_rank, running.pages)
 
     def end(self) -> None:
         self._running = None
         self._watching.end()
+        self._sampler.end()
 
     def close(self) -> None:
         self._doorbell.close()
@@ -98,20 +104,20 @@ class Monitors:
             case messages.Sections(rank=rank, slot=slot, names=names):
                 self._watching.name(rank, slot, names)
             case messages.Learned(rank=rank, state=state):
-                self._events.emit("timeouts.learned", rank=rank, state=state[:10_000])
+                self._events.emit(record.TimeoutsLearned(rank, state[:10_000]))
                 self._post(acts.Learned(state))
             case messages.Control(rank=rank, generation=generation, action=action, description=description):
-                self._events.emit("rank.asked", rank=rank, action=action, description=description)
+                self._events.emit(record.RankAsked(rank, action, description))
                 self._post(acts.Asked(generation, rank, action, description))
 
     def _hung(self, hang: Hang, headline: str) -> None:
         assert self._running is not None
         generation = self._running.world.generation
-        self._events.emit("rank.hung", generation=generation, rank=hang.rank, what=headline, limit_s=hang.limit_s)
+        self._events.emit(record.RankHung(generation, hang.rank, headline, hang.limit_s))
         self._post(acts.Hung(generation, hang, headline))
 
     def _corrupt(self, rank: int, why: str) -> None:
-        self._events.emit("beacon.corrupt", rank=rank, why=why)
+        self._events.emit(record.BeaconCorrupt(rank, why))
         self._say(f"the beacon of rank {rank} is corrupt ({why}); whether it hangs cannot be seen any more")
 
     @property
@@ -125,10 +131,13 @@ class Monitors:
             return await self._vault.attach(self._running, pid, request)
         if isinstance(request, Stacks):
             return await self._evidence.peek()
+        if isinstance(request, Now):
+            return Pace(self._sampler.now())
         return Job(
             run_id=self._options.settings.run_id,
             pid=os.getpid(),
             nproc=self._nproc,
             program=program_name(self._options.program),
             generation=self._running.world.generation if self._running is not None else -1,
+            run_dir=self._run_dir or "",
         )

@@ -66,6 +66,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     prefix_template: str | None = None  # of tee'd lines; ${role_name}, ${rank} and ${local_rank} are replaced
     logs_plugin: str | None = None
     event_handler: str = "null"
+    dashboard: str | None = None  # [HOST:]PORT
+    preflight: bool = False
     resume: str = ""  # which checkpoint the job begins with; '': the latest
     ft: FaultToleranceConfig = FaultToleranceConfig()
 

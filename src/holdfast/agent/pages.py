@@ -50,6 +50,10 @@ class Page:
         """The steps that its optimizer had done before this life, if it says; else 0."""
         return self._count(beacon.BASE)
 
+    @property
+    def is_based(self) -> bool:
+        return self._words[beacon.BASED] == 1
+
     def _count(self, field: int) -> int:
         count = self._words[field]
         return count if count < _MAX_STEPS else 0
@@ -58,6 +62,11 @@ class Page:
     def phase(self) -> tuple[int, float, float]:
         """What it is at, since when, and when it was last done with an evaluation or a save."""
         return self._words[beacon.PHASE], self._times[beacon.PHASE_AT], self._times[beacon.BUSY_AT]
+
+    @property
+    def paces(self) -> tuple[float, float, int]:
+        """How long saves have held it up, how long it took for itself, and in how many steps."""
+        return self._times[beacon.SAVED_S], self._times[beacon.OWN_S], self._count(beacon.OWN_STEPS)
 
     def lease(self, until_s: float) -> None:
         self._times[beacon.LEASE] = until_s

@@ -9,30 +9,36 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.agent.rundir import RunDirectory
+from holdfast.control import protocol
 from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
-from holdfast.observe import explain
+from holdfast.observe import explain, record
 from holdfast.observe.events import EventLog, Sink, iso
+from holdfast.observe.record import IncidentClosed, IncidentNoted, IncidentOpened, JobEnded
 
 Say = Callable[..., None]
 
 
 class Records:
-    def __init__(self, run_dir: RunDirectory, sinks: list[Sink], say: Say) -> None:
+    def __init__(self, run_dir: RunDirectory, sinks: list[Sink], say: Say, host: str = "") -> None:
         self.run_dir = run_dir
-        self.events = EventLog(run_dir.join("events.jsonl"), sinks, say)
+        self.events = EventLog(run_dir.join(record.NAME), sinks, say, host)
         self.incidents: list[Incident] = []  # the closed ones
         self._say = say
         self._started_s = time.monotonic()
 
+    def merge(self, message: protocol.Recorded) -> None:
+        """What another node has recorded."""
+        self.events.merge(message.lines, time.monotonic() - self.events.start_s - message.now_s)
+
     def opened(self, incident: Incident) -> None:
-        self._write(incident, "incident.opened")
+        self._write(incident, IncidentOpened)
         if incident.restarted:
             self._say(*explain.opened(incident))
 
     def closed(self, incident: Incident) -> None:
         self.incidents.append(incident)
-        self._write(incident, "incident.closed")
+        self._write(incident, IncidentClosed)
         self._say(*explain.closed(incident))
 
     def conclude(self, kind: Kind | None, reason: str, steps: int) -> Incident | None:
@@ -40,7 +46,7 @@ class Records:
         wall_s = time.monotonic() - self._started_s
         lost_s = sum(incident.lost_s for incident in self.incidents)
         outcome = kind.value if kind is not None else "succeeded"
-        self.events.emit("job.ended", outcome=outcome, reason=reason, steps=steps, wall_s=wall_s, lost_s=lost_s)
+        self.events.emit(JobEnded(outcome, reason, steps, wall_s, lost_s))
         self.events.close()
         failed = kind is not None and self.incidents and not self.incidents[-1].restarted
         last = self.incidents[-1] if failed else None
@@ -54,19 +60,19 @@ class Records:
             self.run_dir.discard_if_temporary()
         return last
 
-    def _write(self, incident: Incident, event: str) -> None:
+    def _write(self, incident: Incident, kind: type[IncidentNoted]) -> None:
         """One file per incident, rewritten when what it cost is known."""
-        record = {
-            **msgspec.to_builtins(incident),
-            "failed_at": iso(time.time() - (time.monotonic() - incident.failed_at_s)),
-            "phases_s": incident.phases_s(),
-            "lost_s": incident.lost_s,
-        }
-        self.events.emit(event, **record)
+        noted = kind(
+            **msgspec.structs.asdict(incident),
+            failed_at=iso(time.time() - (time.monotonic() - incident.failed_at_s)),
+            phases=incident.phases_s(),
+            cost_s=incident.lost_s,
+        )
+        self.events.emit(noted)
         if (path := self.run_dir.join("incidents", f"{incident.number:04}.json")) is not None:
             try:
                 with open(path + ".part", "wb") as file:
-                    file.write(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+                    file.write(msgspec.json.format(msgspec.json.encode(noted), indent=2) + b"\n")
                 os.replace(path + ".part", path)
             except OSError as failure:
                 self._say(f"cannot write {path}: {failure.strerror}; training goes on")

@@ -16,6 +16,7 @@ from holdfast.agent.records import Records
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import World
+from holdfast.observe.record import WorldLaunched
 from holdfast.wire import messages
 from holdfast.wire.snapshots import DOORBELL, RESUME
 
@@ -59,14 +60,16 @@ class Stage:
         """Start the ranks of a world, with the timeouts that earlier ones have agreed on."""
         self.clear()
         self._records.events.emit(
-            "world.launched",
-            generation=world.generation,
-            size=world.size,
-            restarts=world.restart_count,
-            first_rank=world.first_rank,
-            group_rank=world.group_rank,
-            group_size=world.group_size,
-            master=f"{world.master_addr}:{world.master_port}",
+            WorldLaunched(
+                generation=world.generation,
+                size=world.size,
+                restarts=world.restart_count,
+                first_rank=world.first_rank,
+                group_rank=world.group_rank,
+                group_size=world.group_size,
+                master=f"{world.master_addr}:{world.master_port}",
+                local_size=world.local_size,
+            )
         )
         listener: socket.socket | None = None
         if world.group_rank == 0:

@@ -13,6 +13,7 @@ from holdfast import linux
 from holdfast.agent.doorbell import Handed, Sorry
 from holdfast.agent.world import RunningWorld
 from holdfast.checkpoint.writing import hand_slots, make_slots, start_writer
+from holdfast.observe import record
 from holdfast.observe.events import EventLog
 from holdfast.wire import channel
 from holdfast.wire.snapshots import (
@@ -121,7 +122,7 @@ class Vault:
         writer: channel.Channel[FromWriter] = channel.Channel(sock, FromWriter)
         self._writer = writer
         self._gone.clear()
-        self._events.emit("writer.started", pid=self._process.pid)
+        self._events.emit(record.WriterStarted(self._process.pid))
         with contextlib.suppress(channel.ChannelClosed):  # found out by who sends next
             hand_slots(writer, self._slots)
         writer.setblocking(False)
@@ -156,7 +157,7 @@ class Vault:
         self._writer.close()
         self._writer = None
         linux.end(self._process.pid, wait_s=1.0)  # not for ever: it may be stuck in a disk
-        self._events.emit("writer.ended", pid=self._process.pid, status=self._process.poll())
+        self._events.emit(record.WriterEnded(self._process.pid, self._process.poll()))
         self._process = None
         os.close(self._process_fd)
         for token in self._persisting:
@@ -170,26 +171,32 @@ class Vault:
         if saved.ok:
             if saved.committed and self._committed != (saved.step, saved.name):  # every rank here may find it so
                 self._committed = (saved.step, saved.name)
-                self._emit("checkpoint.saved", saved, verified=saved.verified)
+                seconds = round(saved.seconds, 3)
+                noted = record.CheckpointSaved(saved.step, saved.name, saved.bytes, seconds, saved.verified)
+                self._events.emit(noted)
             return
-        self._emit("checkpoint.failed", saved, rank=saved.rank, why=saved.text)
+        self._events.emit(record.CheckpointFailed(saved.step, saved.text, saved.name, saved.rank))
         if self._said != (saved.step, saved.text):  # every rank has the same to say of a full disk
             self._said = (saved.step, saved.text)
             self._say(f"the checkpoint of step {saved.step} failed: {saved.text}; training goes on")
 
     def _persisted(self, persisted: Persisted) -> None:
         if not persisted.ok:
-            self._events.emit("checkpoint.failed", step=persisted.step, why=persisted.text)
+            self._events.emit(record.CheckpointFailed(persisted.step, persisted.text))
             self._say(f"what the ranks left in memory could not be saved: {persisted.text}")
         elif persisted.step is not None:
-            self._emit("checkpoint.persisted", persisted, committed=persisted.committed, note=persisted.text)
+            self._events.emit(
+                record.CheckpointPersisted(
+                    step=persisted.step,
+                    checkpoint=persisted.name,
+                    bytes=persisted.bytes,
+                    seconds=round(persisted.seconds, 3),
+                    committed=persisted.committed,
+                    note=persisted.text,
+                )
+            )
             if persisted.committed:  # else it waits for other nodes, or nobody wants it any more
                 self._say(f"step {persisted.step}, which the ranks had left in memory, is saved: {persisted.name}")
-
-    def _emit(self, event: str, told: Saved | Persisted, **more: object) -> None:
-        self._events.emit(
-            event, step=told.step, checkpoint=told.name, bytes=told.bytes, seconds=round(told.seconds, 3), **more
-        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from holdfast.checkpoint.restore import Restored, Restoring
 from holdfast.checkpoint.snapshots import Moment, Snapshots
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.together import join
+from holdfast.wire import messages
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
 from holdfast.worker.beacon import DRAINS, Phase
@@ -120,6 +121,7 @@ class Checkpointer:
         """Go on from the newest state that every rank can load, or from the one that is meant: "best", "step:100",
         "epoch:7", a path. None if there is nothing to go on from."""
         self._check_open()
+        began_s = time.monotonic()
         which = os.fspath(which) if isinstance(which, os.PathLike) else which
         which = which if which is not None else os.environ.get(RESUME) or None
         sets_aside = self._position.local_rank == 0 and (self._together.rank == 0 or not self._shared)
@@ -137,6 +139,9 @@ class Checkpointer:
             self.restored_rank_state = own.get("rank") if restored.world_size == self._together.size else None
         learned.put_back((own or source.own(0) or {}).get("gaps"))
         self._begin_term(restored.step)
+        if (here := place.current()) is not None:
+            took_s = time.monotonic() - began_s
+            here.report(messages.Restored(here.rank, here.generation, restored.step, took_s, restored.name))
         if self._together.rank == 0:
             epoch = f", epoch {restored.epoch}" if restored.epoch is not None else ""
             say(f"goes on from step {restored.step}{epoch} ({restored.name})")

@@ -7,8 +7,16 @@ import sys
 
 _COMMANDS = {
     "run": "run a training script on ranks that come back when one is killed; takes torchrun's flags",
+    "status": "show on one screen how a job is, what happened and what it cost",
+    "top": "watch a running job: its nodes, ranks, steps and incidents",
+    "logs": "show what ranks have printed, by rank and generation",
+    "ls": "list the jobs of this machine, running and ended",
     "nodes": "show the nodes of a running job, or take back one that was set aside",
     "stacks": "show what the ranks of a running job are doing, and whom the others wait for",
+    "report": "divide a job's wall clock: training, and what each incident cost",
+    "dashboard": "show a job on a web page, with its metrics for Prometheus",
+    "doctor": "check this machine, and the way between nodes, before a job depends on them",
+    "chaos": "break a job on purpose, by a plan, and judge how it came through",
     "checkpoint": "list, verify, export, pin or remove what training has saved",
     "workflow": "run the tasks of a workflow file, and reschedule those that fail for reasons that this can cure",
     "render": "print the file by which Slurm or Kubernetes runs a job",

@@ -94,6 +94,7 @@ def settings(args: Namespace, ft: FaultToleranceConfig) -> Settings:
         join_timeout_s=_number(given, "join_timeout", _number(given, "timeout", 600.0)),
         last_call_s=_number(given, "last_call_timeout", 0.0),
         node_timeout_s=args.node_timeout,
+        replaces_stragglers=args.on_straggler == "replace",
         max_no_progress=ft.max_no_progress_restarts,
     )
 

@@ -62,7 +62,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return super()._format_action_invocation(action)
         short = [name for name in action.option_strings if not name.startswith("--")]
         value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
-        return ", ".join([*short, next(name for name in action.option_strings if name.startswith("--"))]) + value
+        long = [name for name in action.option_strings if name.startswith("--")]
+        return ", ".join([*short, *long[:1]]) + value
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -373,6 +374,29 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=3.0,
         metavar="S",
         help="a node that is silent for so long is lost (default 3)",
+    )
+    _add(
+        group,
+        "on-straggler",
+        env=False,
+        default="warn",
+        choices=["warn", "replace"],
+        help="say which rank holds the others up, or have a spare node take the place of its node (default warn)",
+    )
+    _add(
+        group,
+        "dashboard",
+        env=False,
+        default=None,
+        metavar="[HOST:]PORT",
+        help="show the job on a web page there, with metrics for Prometheus; on this machine alone unless HOST says more",
+    )
+    _add(
+        group,
+        "preflight",
+        env=False,
+        flag=True,
+        help="check this node with holdfast doctor before the first world, and keep it out if it fails",
     )
     _add(
         group,

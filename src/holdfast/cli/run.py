@@ -79,11 +79,23 @@ def read(args: Namespace) -> Options:
         filters=LogFilters(_filters(args.duplicate_stdout_filters), _filters(args.duplicate_stderr_filters)),
         prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_plugin=args.logs_specs,
+        dashboard=_listen(args.dashboard),
+        preflight=args.preflight,
         event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
         # Somebody's variable from outside is taken for the flag, so that it too counts for the first world alone.
         resume=args.resume or os.environ.get(RESUME, ""),
         ft=ft,
     )
+
+
+def _listen(given: str | None) -> str | None:
+    """Where the page is to be."""
+    if given is None:
+        return None
+    host, _, port = given.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise Usage(f"--dashboard={given}: [HOST:]PORT is meant, as in 8080 or 0.0.0.0:8080")
+    return f"{host or '127.0.0.1'}:{port}"
 
 
 def _has_directory() -> bool:

@@ -9,6 +9,7 @@ from holdfast.control.causes import Kind, RankExit
 from holdfast.control.hangs import Hang
 from holdfast.control.incidents import Incident
 from holdfast.control.stacks import Group
+from holdfast.control.stragglers import Found, Window
 from holdfast.control.worlds import World
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -81,6 +82,13 @@ class Asked(msgspec.Struct, frozen=True):
     description: str
 
 
+class Paced(msgspec.Struct, frozen=True):
+    """The ranks here have been measured."""
+
+    generation: int
+    window: Window
+
+
 class PeekAsked(msgspec.Struct, frozen=True):
     """Somebody here wants to see what all ranks are doing."""
 
@@ -105,8 +113,8 @@ class TimerFired(msgspec.Struct, frozen=True):
 
 
 Local = (
-    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Hung | Dumped | Learned | Asked | PeekAsked
-    | StopRequested
+    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Hung | Dumped | Learned | Asked | Paced
+    | PeekAsked | StopRequested
 )  # fmt: skip
 Event = Local | Contact | ContactLost | TimerFired | protocol.ToAgent
 
@@ -188,6 +196,13 @@ class Told(msgspec.Struct, frozen=True):
     text: str
 
 
+class Straggles(msgspec.Struct, frozen=True):
+    """Say that a rank here is slow, or no longer so."""
+
+    generation: int
+    found: Found
+
+
 class Opened(msgspec.Struct, frozen=True):
     """A failure was understood and answered; times on this node's clock."""
 
@@ -211,5 +226,5 @@ class Finish(msgspec.Struct, frozen=True):
 
 Action = (
     PrepareHelpers | Run | Signal | DumpStacks | Agree | Shown | Timer | ClearLeftovers | Tell | Lease | HangUp | Told
-    | Opened | Closed | Finish
+    | Straggles | Opened | Closed | Finish
 )  # fmt: skip

@@ -13,6 +13,7 @@ from holdfast.control.forming import Forming, Phase
 from holdfast.control.membership import Member, Policy
 from holdfast.control.orders import Action, End, Send, Timer, Write
 from holdfast.control.restarts import GiveUp
+from holdfast.control.stragglers import Found, Window
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -56,6 +57,33 @@ class Breaking(Forming):
         if self.ending is not None:
             return self._finish(now_s, self.ending.kind, self.ending.reason)  # its world was down already
         return written + self._consider(now_s)
+
+    def _paced(self, now_s: float, node: str, member: Member, window: Window) -> list[Action]:
+        """A node has measured its ranks."""
+        actions: list[Action] = []
+        for found in self.stragglers.hear(node, window):
+            actions.append(Send(node, protocol.Straggles(self.generation, found)))
+            if not found.gone and self.settings.replaces_stragglers and self._can_do_without(node):
+                return actions + self._replace(now_s, member, found)
+        return actions
+
+    def _can_do_without(self, node: str) -> bool:
+        """A slow node is better than none."""
+        others = [
+            name
+            for name, other in self.members.items()
+            if name != node and other.ready and other.leaving is None and not self.quarantine.holds(other.hello.host)
+        ]
+        return self.phase is Phase.RUNNING and not self.settings.alone and len(others) >= len(self.seats)
+
+    def _replace(self, now_s: float, member: Member, found: Found) -> list[Action]:
+        host = member.hello.host
+        headline = f"holds the others up: {found.own_s * 1000:.0f} ms a step for itself, others {found.usual_s * 1000:.0f}"
+        self.quarantine.exclude(host, f"rank {found.rank} {headline}")
+        self.causes.append(Cause(Kind.LOST_NODE, headline, now_s, rank=found.rank, node=host))
+        text = f"{host} is set aside: {self.quarantine.why(host)}; holdfast nodes --lift {host} takes it back"
+        told = [Write(self._record(now_s)), *self._broadcast(protocol.Note(text))]
+        return told + self._break(now_s, f"rank {found.rank} {headline}", drain=True)
 
     def _node_failed(
         self, now_s: float, node: str, why: str, failing: protocol.Failing | None = None, drain: bool = False

@@ -148,6 +148,7 @@ class Cause(msgspec.Struct, frozen=True):
     traceback: str = ""
     stderr_tail: tuple[str, ...] = ()
     detected_at_s: float | None = None  # of a hang, which is found later than it began
+    own_limit: bool = False  # of a hang: this rank passed a limit of its own, whatever the others do
     stuck: bool = False  # its processes cannot be ended
     suspects: tuple[int, ...] = ()  # of a hang: the ranks that the others seem to wait for
     groups: tuple[Group, ...] = ()  # of a hang: what the ranks were doing
@@ -172,8 +173,8 @@ def blame(causes: Sequence[Cause]) -> Blame:
 
 def explained(causes: Sequence[Cause], groups: Sequence[Group]) -> list[Cause]:
     """The causes, with what the ranks were doing as evidence for a hang. Whose monitor was first to notice is chance:
-    in a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame. However
-    many nodes have noticed, it is one hang."""
+    in a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame. Where stacks
+    tell nothing, one that passed a limit of its own is. However many nodes have noticed, it is one hang."""
     hangs = [cause for cause in causes if cause.kind is Kind.HANG and not cause.stuck]
     others = [cause for cause in causes if cause not in hangs]
     if not hangs:
@@ -185,7 +186,7 @@ def explained(causes: Sequence[Cause], groups: Sequence[Group]) -> list[Cause]:
         if accused:
             node = next((group.node for group in groups if accused[0] in group.ranks), "")
             changes |= {"rank": accused[0], "node": node}
-        elif sum(group.count for group in merged) > 1:
+        elif sum(group.count for group in merged) > 1 and not hang.own_limit:
             changes |= {"rank": None, "node": ""}
         hang = msgspec.structs.replace(hang, **changes)
     return [hang, *others]

@@ -127,6 +127,8 @@ class Coordinator(Breaking):
             case protocol.Learned(state=state):
                 self.learned = state
                 return [Write(self._record(now_s))]
+            case protocol.Paced(window=window) if self._in_world(node, message.generation):
+                return self._paced(now_s, node, member, window)
             case protocol.Request() if self._in_world(node, message.generation):
                 return self._requested(now_s, member, message)
             case protocol.Peek(visit=visit):

@@ -13,6 +13,7 @@ from holdfast.control.orders import Action, Send, Timer, Write
 from holdfast.control.quarantine import Quarantine
 from holdfast.control.restarts import Decide, decide_unless_same_error
 from holdfast.control.stacks import Group
+from holdfast.control.stragglers import Stragglers
 from holdfast.control.worlds import World
 
 
@@ -64,6 +65,7 @@ class Forming:
         self.unconfirmed: set[str] = set()  # nodes of the last world that have not said that their ranks are gone
         self.heard_s = 0.0  # when one of its lost nodes was last heard of
         self.world_steps = 0
+        self.stragglers = Stragglers()
         self.steps_known = False  # there are beacons to tell
         self.steps_seen = False
         self.has_stepped = False  # how many steps there were may never be heard
@@ -164,6 +166,7 @@ class Forming:
         self.unconfirmed, self.done = set(self.seats), set()
         self.heard_s = 0.0
         self.world_steps = self.world_base = 0
+        self.stragglers.begin()
         self.steps_known = self.steps_seen = self.has_stepped = False
         self.groups, self.ending = [], None
         self.causes, self.joining, self.inherited = [], "", False

@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float = 600.0
     last_call_s: float = 0.0
     node_timeout_s: float = 3.0
+    replaces_stragglers: bool = False  # by another node, where there is one
     max_no_progress: int = 0  # restarts in a row that did not get further; 0: any number
 
     @property

@@ -31,6 +31,7 @@ from holdfast.control.acts import (
     KeeperLost,
     Learned,
     Opened,
+    Paced,
     PeekAsked,
     PrepareHelpers,
     Run,
@@ -39,6 +40,7 @@ from holdfast.control.acts import (
     Started,
     Stepped,
     StopRequested,
+    Straggles,
     Timer,
     TimerFired,
     Told,
@@ -97,6 +99,8 @@ class Node(Standing):
                 return self._learned(state)
             case Asked(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._asked(event)
+            case Paced(generation=generation, window=window) if self._is_running(generation):
+                return self._tell(protocol.Paced(generation, window))
             case PeekAsked(visit=visit):
                 return self._peek(visit)
             case HelpersReady():
@@ -149,6 +153,8 @@ class Node(Standing):
                 return [DumpStacks(generation, event, native=True)]
             case protocol.Shown():
                 return [Shown(event)]
+            case protocol.Straggles(generation=generation, found=found):
+                return [Straggles(generation, found)]
             case protocol.Over(kind=kind, reason=reason, steps=steps, elsewhere=elsewhere):
                 self.steps = max(self.steps, steps)
                 if self.over is not None and self.over.kind is Kind.LOST_NODE:
@@ -323,7 +329,14 @@ class Node(Standing):
         if self.hang_mode is not Mode.RESTART:
             text = f"rank {rank} may hang: {event.headline}; --hang-detection={self.hang_mode} lets it be"
             return [Told(text), DumpStacks(event.generation, native=True)]
-        cause = Cause(Kind.HANG, event.headline, event.hang.since_s, rank=rank, detected_at_s=now_s)
+        cause = Cause(
+            Kind.HANG,
+            event.headline,
+            event.hang.since_s,
+            rank=rank,
+            detected_at_s=now_s,
+            own_limit=event.hang.phase < 0,
+        )
         self.causes += (cause,)
         self.failing = f"rank {rank} hangs: {event.headline}"
         native = now_s - event.hang.since_s >= NATIVE_S

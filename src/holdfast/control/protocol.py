@@ -14,9 +14,10 @@ from holdfast.control.causes import Cause, Kind
 from holdfast.control.hangs import NO_GAPS, Gaps
 from holdfast.control.incidents import Incident
 from holdfast.control.stacks import Group
+from holdfast.control.stragglers import Found, Window
 from holdfast.control.worlds import World
 
-VERSION = 4
+VERSION = 5
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -147,6 +148,21 @@ class Learned(Message, frozen=True):
     state: str
 
 
+class Recorded(Message, frozen=True):
+    """Lines of this node's record, for that of the whole job. `now_s` is what that record's own time is."""
+
+    now_s: float
+    last: int  # the number of the last of them
+    lines: tuple[bytes, ...]
+
+
+class Paced(Message, frozen=True):
+    """What the ranks of this node needed for themselves, lately."""
+
+    generation: int
+    window: Window
+
+
 class Peek(Message, frozen=True):
     """Somebody at this node wants to see what all ranks are doing."""
 
@@ -171,7 +187,7 @@ class Look(Message, frozen=True):
 
 ToCoordinator = (
     Seek | Register | Hello | Beat | Started | Stepped | Failing | Down | Done | Ready | Leaving | Learned | Request
-    | Peek | Shown | Look
+    | Recorded | Paced | Peek | Shown | Look
 )  # fmt: skip
 
 
@@ -196,6 +212,7 @@ class Welcome(Message, frozen=True):
     term: int
     arrival: int
     said_s: float = 0.0  # the `now_s` of the hello
+    recorded: int = -1  # the last line of this node that the coordinator has
 
 
 class Refused(Message, frozen=True):
@@ -260,6 +277,13 @@ class Note(Message, frozen=True):
     text: str
 
 
+class Straggles(Message, frozen=True):
+    """A rank of this node holds all others up, or does so no longer."""
+
+    generation: int
+    found: Found
+
+
 class Opened(Message, frozen=True):
     incident: Incident
     now_s: float
@@ -305,7 +329,7 @@ class Nodes(Message, frozen=True):
 
 ToAgent = (
     Here | Elsewhere | Nobody | Welcome | Refused | Heard | Launch | Stop | Standby | Waiting | Note | Opened | Closed
-    | Show | Shown | Over | Nodes
+    | Show | Shown | Over | Nodes | Straggles
 )  # fmt: skip
 
 # What a cause may carry over the network, in bytes. A traceback is read from its end.
@@ -313,6 +337,7 @@ MAX_TRACEBACK = 8_000
 MAX_LINE = 400
 MAX_CAUSES = 8
 MAX_LEARNED = 32_000
+MAX_RECORDED = 64_000  # lines of a record, in one message, but for the last of them
 MAX_NODES_SHOWN = 1_000
 
 T = TypeVar("T", Cause, Incident)

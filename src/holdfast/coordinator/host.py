@@ -9,11 +9,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from holdfast.control import orders, protocol
 from holdfast.control.coordinator import Coordinator
 from holdfast.coordinator.ledger import Deposed, Ledger
 
 Deliver = Callable[[protocol.ToAgent], None]
+Merge = Callable[[protocol.Recorded], None]
 
 # How long the end of the job waits for nodes to take notice of it.
 FAREWELL_S = 3.0
@@ -28,11 +31,14 @@ class Host:
         coordinator: Coordinator,
         ledger: Ledger,
         on_deposed: Callable[[str], None],
+        merge: Merge | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._loop = loop
         self._ledger = ledger
         self._on_deposed = on_deposed
+        self._merge = merge
+        self._recorded: dict[str, int] = {}  # the last line of each node's record that is in ours
         self._nodes: dict[str, tuple[Deliver, Callable[[], None]]] = {}
         self._events: deque[orders.Event] = deque()
         self._actions: deque[orders.Action] = deque()
@@ -75,6 +81,11 @@ class Host:
         self._post(orders.Gone(node))
 
     def receive(self, node: str, message: protocol.ToCoordinator) -> None:
+        if isinstance(message, protocol.Recorded):
+            if self._merge is not None and node in self._nodes and message.last > self._recorded.get(node, -1):
+                self._recorded[node] = message.last
+                self._merge(message)
+            return
         self._post(orders.From(node, message))
 
     # -- events and actions -------------------------------------------------------------------------------------------
@@ -109,6 +120,8 @@ class Host:
         match action:
             case orders.Send(node=node, message=message):
                 if (known := self._nodes.get(node)) is not None:
+                    if isinstance(message, protocol.Welcome):
+                        message = msgspec.structs.replace(message, recorded=self._recorded.get(node, -1))
                     known[0](message)
             case orders.Write(record=record):
                 if (writing := self._ledger.write(record)) is not None:

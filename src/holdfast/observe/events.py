@@ -1,15 +1,21 @@
-"""The event log: one line of JSON for everything that happened, in the order it did."""
+"""Writing the record: each event is one line, written at once; an incident and the end are also synced to the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+
+from holdfast.observe import record
+from holdfast.observe.record import IncidentNoted, What
+
+SYNC_S = 2.0  # so long a dead disk may hold up the end
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -21,17 +27,40 @@ class Event(msgspec.Struct, frozen=True):
     data: dict[str, Any]
 
 
+class _Line(msgspec.Struct):
+    v: int
+    node: str
+    seq: int
+    name: str
+    at_s: float
+    time: str
+    data: Any
+
+
 Sink = Callable[[Event], None]
+
+_encoder = msgspec.json.Encoder()
+_foreign = msgspec.json.Decoder(record.Line)
 
 
 class EventLog:
-    """Writes events to `events.jsonl` and hands them to sinks. A sink that fails is told of once and left out."""
+    """Writes events to `events.jsonl` and hands them to sinks. A sink that fails is told of once and left out. Nothing
+    here ever fails a job."""
 
-    def __init__(self, path: str | None, sinks: list[Sink], complain: Callable[[str], None]) -> None:
-        self._start_s = time.monotonic()
+    def __init__(
+        self, path: str | None, sinks: Sequence[Sink], complain: Callable[[str], None], node: str = ""
+    ) -> None:
+        self.start_s = time.monotonic()
+        self.path = path
+        self.forward: Callable[[int, bytes], None] | None = None  # each line, with its number
+        self._node = node
+        self._seq = -1
         self._sinks = list(sinks)
         self._complain = complain
         self._complained = False
+        self._torn = False
+        self._second, self._second_text = -1, ""
+        self._syncing: threading.Thread | None = None
         self._fd = -1
         if path is not None:
             try:
@@ -39,31 +68,89 @@ class EventLog:
             except OSError as failure:
                 self._lose(failure)
 
-    def emit(self, name: str, **data: Any) -> None:
-        event = Event(name, round(time.monotonic() - self._start_s, 6), iso(time.time()), data)
-        if self._fd >= 0:
-            line = msgspec.json.encode(event) + b"\n"
-            try:
-                os.write(self._fd, line)
-            except OSError as failure:
-                self._lose(failure)
+    def emit(self, what: What) -> None:
+        self._seq += 1
+        at_s, told = round(time.monotonic() - self.start_s, 6), self._time()
+        name = what.NAME
+        line = _encoder.encode(_Line(record.VERSION, self._node, self._seq, name, at_s, told, what)) + b"\n"
+        self._write(line)
+        if self.forward is not None:
+            self.forward(self._seq, line)
+        if isinstance(what, IncidentNoted):
+            self._sync()
         for sink in list(self._sinks):
             try:
-                sink(event)
+                sink(Event(name, at_s, told, msgspec.to_builtins(what)))
             except Exception as failure:
                 self._sinks.remove(sink)
                 self._complain(f"the event sink {sink!r} failed and gets no more events: {failure!r}")
 
+    def merge(self, lines: Sequence[bytes], later_s: float) -> None:
+        """Lines of another node, whose times are that much earlier than on this one's clock."""
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):
+                found = _foreign.decode(line)
+                moved = msgspec.structs.replace(found, at_s=round(found.at_s + later_s, 6))
+                self._write(_encoder.encode(moved) + b"\n")
+
+    def since(self, seq: int) -> Iterator[tuple[int, bytes]]:
+        """This node's own lines after that one, with their numbers, from the file."""
+        if self.path is None:
+            return
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            for line in file:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    found = _foreign.decode(line)
+                    if found.node == self._node and found.seq > seq:
+                        yield found.seq, line
+
+    def _time(self) -> str:
+        now_s = time.time()
+        second = int(now_s)
+        if second != self._second:
+            self._second, self._second_text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._second_text}.{int((now_s - second) * 1000):03}Z"
+
+    def _write(self, line: bytes) -> None:
+        if self._fd < 0:
+            return
+        if self._torn:
+            line = b"\n" + line  # what could not be written whole must not take the next one with it
+        try:
+            self._torn = os.write(self._fd, line) < len(line)
+        except OSError as failure:
+            self._lose(failure)
+
+    def _sync(self) -> None:
+        """Beside the job: a slow disk must not keep a recovery waiting. One that is under way will not see this line,
+        but the next one will."""
+        if self._fd >= 0 and (self._syncing is None or not self._syncing.is_alive()):
+            self._syncing = threading.Thread(target=_sync, args=(self._fd,), daemon=True, name="holdfast-sync")
+            self._syncing.start()
+
     def _lose(self, failure: OSError) -> None:
         if not self._complained:
             self._complained = True
-            self._complain(f"cannot write events.jsonl: {failure.strerror}; training goes on without it")
+            self._complain(f"cannot write {record.NAME}: {failure.strerror}; training goes on without it")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._fd = -1
+        if self._fd < 0:
+            return
+        if self._syncing is not None:
+            self._syncing.join(SYNC_S)
+        self._sync()
+        if self._syncing is not None:
+            self._syncing.join(SYNC_S)
+            if self._syncing.is_alive():
+                return  # it needs the descriptor; the process is about to end
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _sync(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.fdatasync(fd)
 
 
 def iso(unix_s: float) -> str:

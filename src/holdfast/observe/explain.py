@@ -43,7 +43,7 @@ def given_up(incident: Incident, run_dir: str | None) -> list[str]:
         lines.append("  then " + _followers(incident))
     lines.append(f"  {incident.action}")
     if run_dir is not None:
-        lines.append(f"  more in {run_dir}")
+        lines += [f"  more in {run_dir}", f"  next: holdfast status {run_dir}; holdfast report {run_dir}"]
     return lines
 
 
@@ -61,7 +61,7 @@ def summary(steps: int, incidents: list[Incident], wall_s: float, kept_in: str |
     if totals:
         lines.append("  where it went: " + ", ".join(f"{name} {duration(s)}" for name, s in totals.items() if s > 0))
     if kept_in is not None:
-        lines.append(f"  the records are in {kept_in}")
+        lines += [f"  the records are in {kept_in}", f"  next: holdfast report {kept_in}"]
     return lines
 
 

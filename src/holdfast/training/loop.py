@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from holdfast.training.progress import Progress
 from holdfast.training.requests import Requests
 from holdfast.training.streams import Stream
 from holdfast.training.units import Cut, Unit
+from holdfast.wire import messages
 from holdfast.worker import place
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Loop:
         self._losses: list[tuple[float, Any]] = []  # of the step's units so far
         self._units = 0  # of it, so far
         self._last: Callable[[], dict[str, float]] = dict
-        self._progress = Progress(run.generation) if run.rank_zero else None
+        self._progress = Progress(run.generation, tell=_tell) if run.rank_zero else None
         self._requests = Requests() if place.current() is None else None
         self._warned = False
         if options.exact:
@@ -353,6 +355,13 @@ def _is_stream(data: Any) -> bool:
     """An iterable dataset may know its length, and has torch's `__getitem__`, which is of no use."""
     has_samples = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return isinstance(data, IterableDataset) or not has_samples
+
+
+def _tell(step: int, epoch: str, loss: float | None, samples_per_s: float, left: int | None) -> None:
+    """For the record."""
+    if (here := place.current()) is not None:
+        told = None if loss is None or not math.isfinite(loss) else loss
+        here.report(messages.Trained(here.rank, here.generation, step, epoch, told, samples_per_s, left))
 
 
 def _metrics(losses: list[tuple[float, Any]], others: dict[str, Any]) -> dict[str, float]:

@@ -260,6 +260,28 @@ class Control(Message, frozen=True):
     description: str
 
 
+class Trained(Message, frozen=True):
+    """How far the program is, by its own count."""
+
+    rank: int
+    generation: int
+    step: int
+    epoch: str
+    loss: float | None
+    samples_per_s: float
+    left: int | None  # steps to the end, if that is known
+
+
+class Restored(Message, frozen=True):
+    """A rank goes on from a checkpoint, which took so long to load."""
+
+    rank: int
+    generation: int
+    step: int
+    seconds: float
+    source: str
+
+
 class Counted(Message, frozen=True):
     """The answer to `CountDevices`: a number, or the reason there is none."""
 
@@ -268,4 +290,4 @@ class Counted(Message, frozen=True):
     reason: str = ""
 
 
-Report = Stepped | Raised | Leaving | Poke | Sections | Learned | Control | Counted
+Report = Stepped | Raised | Leaving | Poke | Sections | Learned | Control | Trained | Restored | Counted

@@ -28,6 +28,9 @@ GAPS = 9  # one a phase, but for the last
 BASE, CLIENT_AT, HEARTBEAT_AT, FIRST_LIMIT, HEARTBEAT_LIMIT, OUTSIDE_AT, OUTSIDE_LIMIT, OPEN, KNOWN, END = range(13, 23)
 RANKS_FIELDS = "=QQQQdQdQd4dQddddddQQQ"  # the same, for struct
 BUSY_AT = 23  # when it was last done with an evaluation or a save
+SAVED_S = 25  # so long saves have held it up
+OWN_S, OWN_STEPS = 26, 27  # so long it took for itself, before it could wait for others, in so many steps
+BASED = 28  # 1: its optimizer counts, so that BASE says something
 DRAINS = 24  # 1: it looks at DRAIN after each step, saves when it is told to, and ends by itself
 # then those of the agent:
 LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
@@ -111,6 +114,8 @@ class Beacon:
         took_s, longest_s = time.monotonic() - times[PHASE_AT], times[GAPS + phase]
         if self.words[PHASE] == phase and took_s > longest_s:
             times[GAPS + phase] = took_s
+        if phase == Phase.SAVING:
+            times[SAVED_S] += took_s
         times[BUSY_AT] = time.monotonic()
         self.enter(back_to)
         if longest_s == 0.0:

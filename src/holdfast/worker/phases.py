@@ -11,10 +11,23 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from holdfast.worker.beacon import BASE, LIMITS, PHASE, PHASE_AT, TRAINS, Beacon, Phase
+from holdfast.worker.beacon import (
+    BASE,
+    BASED,
+    LIMITS,
+    OWN_S,
+    OWN_STEPS,
+    PHASE,
+    PHASE_AT,
+    STEP_AT,
+    TRAINS,
+    Beacon,
+    Phase,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +43,7 @@ class Phases:
         self._on_first_step = on_first_step
         self._main = threading.get_ident()
         self._rank = True
+        self._own = False  # the first gradient after a step is still to come
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -55,11 +69,33 @@ class Phases:
         if not self._rank:
             return
         steps = self._beacon.step_done()
+        self._own = True
         if steps == 1:
-            self._beacon.words[BASE] = steps_before(optimizer)
+            if (before := steps_before(optimizer)) is not None:
+                self._beacon.words[BASE], self._beacon.words[BASED] = before, 1
+            self._measure_own(optimizer)
             self._on_first_step()
         elif steps == STEPS_TO_LEARN:
             self._beacon.poke()
+
+    def _measure_own(self, optimizer: Any) -> None:
+        """A world steps together, so a slow rank is not seen by its steps: the others wait for it. It is seen by the
+        time from a step to the first gradient of the next, in which nobody waits for anybody. That gradient is the
+        last parameter's. Sharded ones come by a collective, and are no measure."""
+        with contextlib.suppress(Exception):
+            for parameter in reversed(optimizer.param_groups[-1]["params"]):
+                if parameter.grad is not None and parameter.is_leaf:
+                    if type(parameter).__name__ in ("Parameter", "Tensor"):
+                        parameter.register_post_accumulate_grad_hook(self._first_gradient)
+                    return
+
+    def _first_gradient(self, _: Any) -> None:
+        if self._own and self._rank:
+            self._own = False
+            words, times = self._beacon.words, self._beacon.times
+            if words[PHASE] == Phase.TRAINING:
+                times[OWN_S] += time.monotonic() - times[STEP_AT]
+                words[OWN_STEPS] += 1
 
     def _wrap_optimizer(self, init: F) -> F:
         @functools.wraps(init)
@@ -96,13 +132,13 @@ class Phases:
         return self._rank and threading.get_ident() == self._main
 
 
-def steps_before(optimizer: Any) -> int:
+def steps_before(optimizer: Any) -> int | None:
     """The steps an optimizer had done before the one just done, by its own count: a loaded Adam goes on where it was.
-    0 for those that do not count, or whose count is on a GPU, which would have to be waited for."""
+    None for those that do not count, or whose count is on a GPU, which would have to be waited for."""
     with contextlib.suppress(Exception):
         for state in optimizer.state.values():
             count = state.get("step")
             if count is None or getattr(getattr(count, "device", None), "type", "cpu") != "cpu":
-                return 0
+                return None
             return max(0, int(count) - 1)
-    return 0
+    return None

@@ -1,0 +1,40 @@
+"""The web page of a job: a process of its own beside the agent, so that nothing it does can cost the job anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+from holdfast import linux
+
+END_S = 1.0
+
+
+class Page:
+    """Started where the coordinator is, whose record is that of the whole job."""
+
+    def __init__(self, listen: str | None, run_dir: str | None, say: Callable[[str], None]) -> None:
+        self._listen, self._run_dir, self._say = listen, run_dir, say
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._listen is None or self._process is not None:
+            return
+        if self._run_dir is None:
+            self._say("--dashboard has no effect: with --log-dir=/dev/null there is no record to show")
+            self._listen = None
+            return
+        command = [sys.executable, "-P", "-m", "holdfast.dashboard", self._run_dir, "--listen", self._listen]
+        command += ["--parent", str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as failure:
+            self._say(f"there is no page: {failure.strerror}; training goes on")
+
+    def close(self) -> None:
+        if self._process is not None:
+            linux.end(self._process.pid, END_S)
+            self._process.poll()
+            self._process = None

@@ -1,0 +1,241 @@
+"""How faults are done from outside: signals to processes of the job, damage to its files, the loss of its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from holdfast import linux
+from holdfast.chaos import disk, faults
+from holdfast.chaos.disk import NotHere
+from holdfast.chaos.faults import Injected, Order, Orders
+from holdfast.chaos.job import Job
+from holdfast.chaos.kinds import Hand
+from holdfast.chaos.plan import Due
+
+SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP}
+Mend = Callable[[], None]
+
+
+class Links(Protocol):
+    """The network between the nodes."""
+
+    @property
+    def addresses(self) -> list[str]: ...
+
+    def namespace(self, node: int) -> str: ...
+
+    def cut(self, node: int) -> None: ...
+
+    def delay(self, node: int, delay_s: float) -> None: ...
+
+    def lose(self, node: int, part: float) -> None: ...
+
+    def heal(self, node: int) -> None: ...
+
+
+class Etcd(Protocol):
+    @property
+    def endpoints(self) -> str: ...
+
+    def kill_leader(self) -> str:
+        """What was killed."""
+
+    def mend(self) -> None: ...
+
+
+class Hands:
+    """Of one campaign. Each method notes the fault first, then does it, and returns how it is mended."""
+
+    def __init__(
+        self, folder: Path, job: Job, checkpoints: Path, links: Links | None = None, etcd: Etcd | None = None
+    ) -> None:
+        self._folder, self._job, self._checkpoints = folder, job, checkpoints
+        self._links, self._etcd = links, etcd
+        self._orders: list[Order] = []
+        self._path = str(folder / "orders.json")
+        (folder / "done").mkdir()
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        """Ranks are told which life of the job they are in."""
+        self._orders = [order for order in self._orders if not faults.claimed(str(self._folder), order.number)]
+        orders = Orders(str(self._folder), max(0, self._job.life), tuple(self._orders))
+        faults.write_orders(self._path, orders)
+
+    @property
+    def orders_path(self) -> str:
+        return self._path
+
+    def arm(self, due: Due, rank: int | None, step: int = 0) -> None:
+        """For the rank itself to do, when it is there."""
+        order = Order(
+            due.number, due.kind.name, rank, step, due.chance, due.generation, due.for_s, due.delay_s
+        )  # fmt: skip
+        self._orders.append(order)
+        self.begin_life()
+
+    def withdraw(self, number: int) -> bool:
+        """An order that nobody has followed. False: there is none."""
+        before = len(self._orders)
+        self._orders = [order for order in self._orders if order.number != number]
+        self.begin_life()
+        return len(self._orders) < before
+
+    def strike(self, due: Due, step: int, spare_number: int) -> Mend | None:
+        """Raises NotHere."""
+        match due.kind.hand:
+            case Hand.RANK:
+                self._rank(due, step, spare_number)
+            case Hand.PROCESS:
+                self._process(due, step)
+            case Hand.WRITER:
+                return self._writer(due, step)
+            case Hand.DISK if due.kind.name == "full-disk":
+                return self._full_disk(due, step)
+            case Hand.DISK | Hand.NODE:
+                self._loss(due, step)
+            case Hand.LINK:
+                return self._link(due, step)
+            case Hand.ETCD:
+                return self._leader(due, step)
+        return None
+
+    # -- each of them -------------------------------------------------------------------------------------------------
+
+    def _rank(self, due: Due, step: int, spare_number: int) -> None:
+        size = self._size
+        rank = due.struck(size)
+        if due.kind.name != "crash-on-import":
+            self.arm(due, rank)
+            return
+        # A program is imported when a world starts: one is made to.
+        pid = self._pid_of(rank)
+        self.arm(msgspec.structs.replace(due, generation=None), rank)
+        self._note(due, step, number=spare_number, kind="kill", rank=rank, pid=pid, text="so that a world starts")
+        linux.signal_all([pid], signal.SIGKILL)
+
+    def _process(self, due: Due, step: int) -> None:
+        rank = due.struck(self._size)
+        pid = self._pid_of(rank)
+        self._note(due, step, rank=rank, pid=pid)
+        os.kill(pid, SIGNALS[due.kind.name])
+
+    def _writer(self, due: Due, step: int) -> Mend | None:
+        pid = self._job.lead.writer
+        if pid is None or not self._is_ours(pid):
+            raise NotHere("nobody writes checkpoints")
+        self._note(due, step, pid=pid, for_s=due.for_s if due.kind.lasts else 0.0)
+        if due.kind.name == "writer-loss":
+            os.kill(pid, signal.SIGKILL)
+            return None
+        os.kill(pid, signal.SIGSTOP)
+        return lambda: linux.signal_all([pid], signal.SIGCONT)
+
+    def _full_disk(self, due: Due, step: int) -> Mend:
+        at_s, told = faults.now()
+        text = disk.fill(self._checkpoints)
+        self._note(due, step, at_s=at_s, time=told, for_s=due.for_s, text=text)
+        return lambda: disk.free(self._checkpoints)
+
+    def _loss(self, due: Due, step: int) -> None:
+        if due.kind.name in ("node-loss", "coordinator-loss"):
+            node = self._node(due, first=1) if due.kind.name == "node-loss" else self._coordinator
+            self._note(due, step, node=node, pid=self._job.agents[node].process.pid)
+            self._job.agents[node].kill()
+            self._job.start_node(node)
+            return
+        at_s, told = faults.now()
+        generation, life = self._generation, self._job.life
+        if due.kind.name != "job-loss" and self._count_saved() < 2:
+            raise NotHere(f"there are fewer than 2 checkpoints in {self._checkpoints}")
+        self._job.kill()
+        noted = {"at_s": at_s, "time": told, "generation": generation, "life": life}
+        if due.kind.name == "job-loss":
+            self._note(due, step, **noted)
+        else:
+            done = disk.damage(self._checkpoints, due.kind.name, due.chance)
+            self._note(due, step, **noted, file=done.name, committed=done.step, text=f"{done.file}: {done.text}")
+        self._job.begin()
+        self.begin_life()
+
+    def _link(self, due: Due, step: int) -> Mend:
+        if self._links is None:
+            raise NotHere("the nodes have no network of their own")
+        links, node = self._links, self._node(due, first=1)
+        self._note(due, step, node=node, for_s=due.for_s)
+        if due.kind.name == "link-cut":
+            links.cut(node)
+        elif due.kind.name == "link-delay":
+            links.delay(node, due.delay_s)
+        else:
+            links.lose(node, due.part)
+        return lambda: links.heal(node)
+
+    def _leader(self, due: Due, step: int) -> Mend:
+        if self._etcd is None:
+            raise NotHere("the campaign has no etcd")
+        at_s, told = faults.now()
+        text = self._etcd.kill_leader()
+        self._note(due, step, at_s=at_s, time=told, text=text)
+        return self._etcd.mend
+
+    # -- what they need -----------------------------------------------------------------------------------------------
+
+    def _note(self, due: Due, step: int, **more: object) -> None:
+        at_s, told = faults.now()
+        plain: dict[str, object] = {
+            "number": due.number, "kind": due.kind.name, "life": self._job.life, "generation": self._generation,
+            "at_s": at_s, "time": told, "step": step,
+        }  # fmt: skip
+        faults.append(str(self._folder), msgspec.convert({**plain, **more}, Injected))
+
+    @property
+    def _generation(self) -> int:
+        world = self._job.state.world
+        return world.generation if world is not None else -1
+
+    @property
+    def _size(self) -> int:
+        world = self._job.state.world
+        if world is None:
+            raise NotHere("no world runs")
+        return world.size
+
+    def _pid_of(self, rank: int) -> int:
+        pid = self._job.pid_of(rank)
+        if not self._is_ours(pid):
+            raise NotHere(f"rank {rank} has no process")
+        return pid
+
+    def _is_ours(self, pid: int) -> bool:
+        """Numbers of processes come again; nobody else's is to be hurt."""
+        ours = {below for agent in self._job.agents for below in linux.descendants(agent.process.pid)}
+        return pid in ours and linux.state(pid) not in ("", "Z")
+
+    def _node(self, due: Due, first: int) -> int:
+        nodes = len(self._job.agents)
+        return due.node if due.node is not None else first + int(due.chance * (nodes - first))
+
+    @property
+    def _coordinator(self) -> int:
+        """It is the endpoint's node; with etcd, whoever has stood in line longest."""
+        if self._etcd is None:
+            return 0
+        return min(range(len(self._job.agents)), key=lambda node: self._job.agents[node].began_s)
+
+    def _count_saved(self) -> int:
+        from holdfast.checkpoint import catalogue
+        from holdfast.checkpoint.errors import CheckpointError
+        from holdfast.checkpoint.storage import open_storage
+
+        with contextlib.suppress(CheckpointError, OSError):
+            found = catalogue.find(open_storage(str(self._checkpoints))).found
+            return sum(not each.superseded for each in found)
+        return 0

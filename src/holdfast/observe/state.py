@@ -1,0 +1,291 @@
+"""How a job stands: its record, folded up. Every view of a job, on a page, in a terminal or as metrics, is of this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast.control.incidents import Incident
+from holdfast.observe import record
+from holdfast.observe.record import Noted
+
+PHASES = ("starting", "training", "evaluating", "saving", "ending")
+MAX_POINTS = 2_000  # of a curve; a longer one loses every second point
+
+
+class Rank(msgspec.Struct):
+    """A rank of the newest world."""
+
+    rank: int
+    node: str
+    pid: int = 0
+    state: str = "starting"  # one of PHASES, or exited, failed, hung
+    steps: int = 0
+    step_s: float = 0.0
+    own_s: float = 0.0
+    straggles: bool = False
+    text: str = ""  # why it failed
+
+
+class World(msgspec.Struct):
+    """One generation. Times are those of the record."""
+
+    generation: int
+    size: int
+    restarts: int
+    launched_s: float
+    nodes: list[str]
+    started_s: float | None = None  # all processes were there
+    stepped_s: float | None = None  # all ranks of the node that writes the record had stepped
+    ended_s: float | None = None
+    base: int = -1  # steps that were done before it; -1: unknown
+    steps: int = 0
+
+
+class Node(msgspec.Struct):
+    name: str
+    nproc: int
+    pid: int
+    heard_s: float
+    ended: bool = False
+
+
+class Point(msgspec.Struct, array_like=True):
+    at_s: float
+    step: int
+    value: float
+
+
+class Saved(msgspec.Struct):
+    step: int
+    at_s: float
+    name: str
+    bytes: int
+    seconds: float
+
+
+class State(msgspec.Struct):
+    run_id: str = ""
+    program: str = ""
+    version: str = ""
+    lead: str = ""  # the node whose record this is
+    started: str = ""
+    clock_s: float = 0.0
+    max_restarts: int = 0
+    at_s: float = 0.0  # of the newest line
+    step: int = 0
+    step_s: float = 0.0
+    loss: float | None = None
+    epoch: str = ""
+    samples_per_s: float = 0.0
+    steps_left: int | None = None
+    progressed_s: float = 0.0  # when any rank was last seen to have stepped
+    nodes: dict[str, Node] = {}
+    worlds: list[World] = []
+    ranks: dict[int, Rank] = {}
+    incidents: dict[int, Incident] = {}
+    checkpoint: Saved | None = None
+    checkpoint_failures: int = 0
+    paces: list[Point] = []  # steps, and what one took
+    losses: list[Point] = []
+    said: list[str] = []  # by the coordinator, the last few
+    faults: int = 0
+    ended: record.JobEnded | None = None
+    _worlds_saving_s: float = 0.0  # of those that are over
+    _world_saving_s: float = 0.0
+
+    @property
+    def world(self) -> World | None:
+        return self.worlds[-1] if self.worlds else None
+
+    @property
+    def phase(self) -> str:
+        """In a word."""
+        if self.ended is not None:
+            return self.ended.outcome
+        if self.world is None:
+            return "starting"
+        if self.world.ended_s is not None:
+            return "recovering"
+        return "training" if self.world.stepped_s is not None else "starting"
+
+    @property
+    def restarts(self) -> int:
+        return max((world.restarts for world in self.worlds), default=0)
+
+    @property
+    def lost_s(self) -> float:
+        return sum(incident.lost_s for incident in self.incidents.values())
+
+    @property
+    def saving_s(self) -> float:
+        """So long saves have held the job up."""
+        return self._worlds_saving_s + self._world_saving_s
+
+    @property
+    def stragglers(self) -> list[int]:
+        return [rank.rank for rank in self.ranks.values() if rank.straggles]
+
+    def at(self, monotonic_s: float) -> float:
+        """A time of the leading node's clock, as the record counts."""
+        return monotonic_s - self.clock_s
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+
+    def take(self, noted: Noted) -> None:
+        self.at_s = max(self.at_s, noted.at_s)
+        if (node := self.nodes.get(noted.node)) is not None:
+            node.heard_s = noted.at_s
+        match noted.what:
+            case record.JobStarted() as job:
+                self._job_started(noted, job)
+            case record.JobEnded() as ended:
+                if noted.node in self.nodes:
+                    self.nodes[noted.node].ended = True
+                if noted.node == self.lead:
+                    self.ended = ended
+            case record.WorldLaunched() as launched:
+                self._launched(noted, launched)
+            case record.WorldStarted(generation=generation, pids=pids):
+                for number, pid in pids.items():
+                    if (rank := self._rank(generation, number)) is not None:
+                        rank.pid = pid
+                if (world := self._seen_by(noted.node, generation)) is not None:
+                    world.started_s = noted.at_s
+            case record.RankFirstStep(generation=generation, rank=number):
+                if (rank := self._rank(generation, number)) is not None:
+                    rank.state = "training"
+                if (world := self._seen_by(noted.node, generation)) is not None:
+                    world.stepped_s = noted.at_s
+            case record.RankExited(generation=generation, rank=number, status=status):
+                if (rank := self._rank(generation, number)) is not None:
+                    rank.state = "exited" if status == 0 else "failed"
+                    rank.text = rank.text or (f"status {status}" if status else "")
+            case record.RankRaised(generation=generation, rank=number, error=error):
+                if (rank := self._rank(generation, number)) is not None:
+                    rank.state, rank.text = "failed", error
+            case record.RankHung(generation=generation, rank=number, what=what):
+                if (rank := self._rank(generation, number)) is not None:
+                    rank.state, rank.text = "hung", what
+            case record.Progress() as progress:
+                self._progressed(noted, progress)
+            case record.Trained() as trained:
+                self._trained(noted, trained)
+            case record.StragglerFound(generation=generation, rank=number):
+                if (rank := self._rank(generation, number)) is not None:
+                    rank.straggles = True
+            case record.StragglerGone(generation=generation, rank=number):
+                if (rank := self._rank(generation, number)) is not None:
+                    rank.straggles = False
+            case record.IncidentOpened() | record.IncidentClosed() as incident:
+                if noted.node == self.lead:  # the others have it too, on their own clocks
+                    self._incident(incident)
+            case record.CheckpointSaved(step=step, checkpoint=name, bytes=size, seconds=seconds):
+                self.checkpoint = Saved(step, noted.at_s, name, size, seconds)
+            case record.CheckpointPersisted(step=step, checkpoint=name, bytes=size, seconds=seconds, committed=True):
+                self.checkpoint = Saved(step, noted.at_s, name, size, seconds)
+            case record.CheckpointFailed():
+                self.checkpoint_failures += 1
+            case record.CheckpointRestored(generation=generation, step=step):
+                if (world := self._world(generation)) is not None:
+                    world.base = step
+            case record.CoordinatorSaid(text=text):
+                self.said = [*self.said[-9:], text]
+            case record.FaultInjected():
+                self.faults += 1
+
+    def _job_started(self, noted: Noted, job: record.JobStarted) -> None:
+        self.nodes[noted.node] = Node(noted.node, job.nproc, job.pid, noted.at_s)
+        if self.run_id == "":
+            self.run_id, self.version, self.lead, self.started = job.run_id, job.version, noted.node, noted.time
+            self.clock_s, self.max_restarts, self.program = job.clock_s, job.max_restarts, _name(job.program)
+
+    def _launched(self, noted: Noted, launched: record.WorldLaunched) -> None:
+        world = self._world(launched.generation)
+        if world is None:
+            if self.worlds and launched.generation < self.worlds[-1].generation:
+                return  # told late
+            world = World(launched.generation, launched.size, launched.restarts, noted.at_s, [])
+            if self.worlds and self.worlds[-1].ended_s is None:
+                self.worlds[-1].ended_s = noted.at_s
+            self.worlds.append(world)
+            self.ranks = {}
+            self._worlds_saving_s += self._world_saving_s
+            self._world_saving_s = 0.0
+        world.nodes.append(noted.node)
+        for number in range(launched.first_rank, launched.first_rank + launched.local_size):
+            self.ranks[number] = Rank(number, noted.node)
+
+    def _progressed(self, noted: Noted, progress: record.Progress) -> None:
+        world = self._world(progress.generation)
+        if world is None:
+            return
+        if max(progress.steps, default=0) > world.steps:
+            self.progressed_s = noted.at_s
+        world.base = progress.base if progress.base >= 0 else world.base
+        world.steps = max(world.steps, *progress.steps, 0)
+        self._world_saving_s = max(self._world_saving_s, progress.saving_s)
+        self.step = max(0, world.base) + world.steps
+        for at, steps in enumerate(progress.steps):
+            if (rank := self._rank(progress.generation, progress.first_rank + at)) is None:
+                continue
+            rank.steps = steps
+            rank.step_s = _get(progress.step_s, at) or rank.step_s
+            rank.own_s = _get(progress.own_s, at) or rank.own_s
+            if rank.state in PHASES and at < len(progress.phases):
+                rank.state = PHASES[min(progress.phases[at], len(PHASES) - 1)]
+        taken = [each_s for each_s in progress.step_s if each_s]
+        if taken and noted.node == self.lead:
+            self.step_s = max(taken)
+            self.paces = _with(self.paces, Point(noted.at_s, self.step, self.step_s))
+
+    def _trained(self, noted: Noted, trained: record.Trained) -> None:
+        self.epoch, self.samples_per_s, self.steps_left = trained.epoch, trained.samples_per_s, trained.steps_left
+        self.step, self.progressed_s = trained.step, noted.at_s
+        if trained.loss is not None:
+            self.loss = trained.loss
+            self.losses = _with(self.losses, Point(noted.at_s, trained.step, trained.loss))
+
+    def _incident(self, incident: record.IncidentNoted) -> None:
+        self.incidents[incident.number] = incident
+        if (world := self._world(incident.generation)) is not None:
+            world.ended_s = max(0.0, self.at(incident.failed_at_s))
+
+    def _world(self, generation: int) -> World | None:
+        for world in reversed(self.worlds):
+            if world.generation <= generation:
+                return world if world.generation == generation else None
+        return None
+
+    def _seen_by(self, node: str, generation: int) -> World | None:
+        """A world whose times that node tells: the leading one does, unless it only stands by."""
+        world = self._world(generation)
+        return world if world is not None and (node == self.lead or self.lead not in world.nodes) else None
+
+    def _rank(self, generation: int, rank: int) -> Rank | None:
+        world = self.world
+        return self.ranks.get(rank) if world is not None and world.generation == generation else None
+
+
+def fold(notes: Iterable[Noted]) -> State:
+    state = State()
+    for noted in notes:
+        state.take(noted)
+    return state
+
+
+def _with(points: list[Point], point: Point) -> list[Point]:
+    return [*points, point] if len(points) < MAX_POINTS else [*points[::2], point]
+
+
+def _get(values: tuple[float, ...], at: int) -> float:
+    return values[at] if at < len(values) else 0.0
+
+
+def _name(program: object) -> str:
+    """Of a script, a module or a command, as the agent has it."""
+    if not isinstance(program, dict):
+        return ""
+    found = program.get("path") or program.get("name") or next(iter(program.get("argv") or ()), "")
+    return str(found).rsplit("/", 1)[-1]

@@ -1,0 +1,176 @@
+"""Real campaigns: real jobs of two ranks, real faults, and the verdict that each must get."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast import linux
+from holdfast.chaos import faults, verdict
+from holdfast.chaos.faults import Injected
+from holdfast.observe import record
+
+PACED = Path(__file__).parent / "scripts" / "paced_rank.py"
+WAIT_S = 110.0
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def start(folder: Path, plan: str, *flags: str, epochs: int, nproc: int = 2, heartbeat_s: float = 2.0) -> Any:
+    (folder / "plan.toml").write_text(plan)
+    command = [sys.executable, "-m", "holdfast", "chaos", "run", "plan.toml", "--log-dir", "campaigns", *flags]
+    command += ["--", f"--nproc-per-node={nproc}", f"--ft-rank-heartbeat-timeout={heartbeat_s:g}", str(PACED)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder / "config")}
+    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+        return subprocess.Popen([*command, f"--epochs={epochs}"], cwd=folder, env=env, stdout=out, stderr=err)
+
+
+def run(folder: Path, plan: str, *flags: str, **options: Any) -> tuple[int, Path]:
+    """Its exit code, and the campaign's folder."""
+    process = start(folder, plan, *flags, **options)
+    try:
+        code = process.wait(WAIT_S)
+    finally:
+        process.terminate()
+        process.wait()
+    [campaign] = (folder / "campaigns").iterdir()
+    return code, campaign
+
+
+def every(*kinds: str, head: str = "", more: str = "") -> str:
+    return head + "".join(f'[[fault]]\nkind = "{kind}"\nevery_s = 0.2\n{more}\n' for kind in kinds)
+
+
+def told(folder: Path) -> str:
+    return (folder / "out").read_text() + (folder / "err").read_text()
+
+
+def kinds_done(campaign: Path) -> list[str]:
+    return [fault.kind for fault in faults.read(str(campaign))]
+
+
+def test_a_campaign_comes_through_with_the_weights_of_its_twin(tmp_path: Path) -> None:
+    named = '[[fault]]\nkind = "kill"\nrank = 1\nat_step = 10\n'
+    kinds = ("segfault", "exception", "out-of-memory", "crash-on-import", "hang")
+    code, campaign = run(tmp_path, named + every(*kinds), epochs=6)
+    assert code == 0, told(tmp_path)
+    found = verdict.judge(verdict.load(campaign))
+    assert found.held
+    assert found.goodput is not None and 0 < found.goodput < 1
+    done = {fault.number: fault for fault in faults.read(str(campaign))}
+    assert [done[number].kind for number in sorted(done)] == ["kill", *kinds, "kill"]  # the last, for the import
+    assert (done[1].rank, done[1].step, done[1].generation) == (1, 10, 0)
+    assert "everything held: 7 faults" in told(tmp_path)
+    assert msgspec.json.decode((campaign / "verdict.json").read_bytes(), type=verdict.Verdict) == found
+    weights = msgspec.json.decode((campaign / "weights.json").read_bytes(), type=verdict.Weights)
+    assert weights.job == weights.twin != ""
+    [run_dir] = (campaign / "job" / "logs" / "0").iterdir()
+    notes = [noted.what for noted in record.read(run_dir / record.NAME)]
+    assert sum(isinstance(what, record.FaultInjected) for what in notes) == 7
+    judged_again(tmp_path, campaign, done[1])
+
+
+def judged_again(folder: Path, campaign: Path, fault: Injected) -> None:
+    """What was written down cannot be talked away: a fault more, or other weights, and the verdict is another."""
+    judge = [sys.executable, "-m", "holdfast", "chaos", "judge"]
+    moved = folder / "moved"
+    shutil.copytree(campaign, moved)
+    assert subprocess.run([*judge, str(moved)], capture_output=True, timeout=WAIT_S).returncode == 0
+    with open(moved / faults.NAME, "ab") as file:
+        file.write(msgspec.json.encode(msgspec.structs.replace(fault, number=99, generation=77)) + b"\n")
+    done = subprocess.run([*judge, str(moved)], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert "fault 99 (kill) has no incident in generation 77" in done.stdout
+
+
+def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, every("kill", more="count = 1000"), "--no-twin", epochs=1000)
+    err = tmp_path / "err"
+    try:
+        while "1 of 1000: kill" not in err.read_text():
+            assert process.poll() is None, told(tmp_path)
+            linux_wait(process.pid)
+        below = list(linux.descendants(process.pid))
+        assert below
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert "interrupted; the job was ended" in err.read_text()
+    assert [pid for pid in below if linux.state(pid) not in ("", "Z")] == []
+
+
+def linux_wait(pid: int) -> None:
+    """For a moment, or for the end of the process."""
+    fd = os.pidfd_open(pid)
+    try:
+        import select
+
+        select.select([fd], [], [], 0.05)
+    finally:
+        os.close(fd)
+
+
+# -- the other kinds: each needs seconds of its own -----------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_hangs_of_every_sort(tmp_path: Path) -> None:
+    kinds = ("stop", "hang-gil", "hang-collective", "hang")
+    code, campaign = run(tmp_path, every(*kinds), "--no-twin", epochs=6)
+    assert code == 0, told(tmp_path)
+    assert kinds_done(campaign) == [*kinds]
+
+
+@pytest.mark.long
+def test_what_must_not_end_a_world(tmp_path: Path) -> None:
+    kinds = ("slow-rank", "writer-loss", "slow-disk", *(["full-disk"] if os.geteuid() == 0 else []))
+    code, campaign = run(tmp_path, every(*kinds, more="for_s = 1"), epochs=10)
+    assert code == 0, told(tmp_path)
+    assert kinds_done(campaign) == [*kinds]
+    [run_dir] = (campaign / "job" / "logs" / "0").iterdir()
+    failed = [each for each in record.read(run_dir / record.NAME) if isinstance(each.what, record.CheckpointFailed)]
+    assert failed  # the writer was lost, and the disk was full
+
+
+@pytest.mark.long
+def test_the_loss_of_the_whole_job_and_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    plan = "".join(f'[[fault]]\nkind = "{kind}"\nevery_s = 1.5\n' for kind in ("job-loss", "torn-file", "bit-flip"))
+    code, campaign = run(tmp_path, plan, "--no-twin", epochs=30)
+    assert code == 0, told(tmp_path)
+    assert kinds_done(campaign) == ["job-loss", "torn-file", "bit-flip"]
+    damaged = [path.name for path in (campaign / "job" / "checkpoints").glob("damaged_*")]
+    assert len(damaged) == 2
+
+
+@pytest.mark.long
+def test_the_loss_of_nodes(tmp_path: Path) -> None:
+    code, campaign = run(tmp_path, every("node-loss", "coordinator-loss", head="nodes = 2\n"), epochs=12, nproc=1)
+    assert code == 0, told(tmp_path)
+    assert kinds_done(campaign) == ["node-loss", "coordinator-loss"]
+
+
+@pytest.mark.long
+@NEEDS_ROOT
+def test_links_that_fail(tmp_path: Path) -> None:
+    plan = every("link-delay", "link-loss", "link-cut", head="nodes = 2\n", more="for_s = 4\npart = 0.02")
+    code, campaign = run(tmp_path, plan, "--no-twin", epochs=20, nproc=1, heartbeat_s=10)
+    assert code == 0, told(tmp_path)
+    assert kinds_done(campaign) == ["link-delay", "link-loss", "link-cut"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd")
+def test_the_loss_of_a_leader_of_etcd(tmp_path: Path) -> None:
+    plan = every("etcd-leader-loss", "coordinator-loss", head='nodes = 2\nbackend = "etcd"\n', more="for_s = 1")
+    code, campaign = run(tmp_path, plan, "--no-twin", epochs=12, nproc=1, heartbeat_s=10)
+    assert code == 0, told(tmp_path)
+    assert kinds_done(campaign) == ["etcd-leader-loss", "coordinator-loss"]

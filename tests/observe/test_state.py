@@ -1,0 +1,102 @@
+"""How a job stands, folded up from its record."""
+
+from __future__ import annotations
+
+from holdfast.control.causes import Kind
+from holdfast.observe import record
+from holdfast.observe.record import IncidentClosed, IncidentOpened, Noted, What
+from holdfast.observe.state import MAX_POINTS, State, fold
+
+JOB = record.JobStarted("job", "id", 2, {"type": "Script", "path": "/x/train.py"}, 4711, "n1", 1000.0, "1.0", 3, (1, 2))
+
+
+def noted(at_s: float, what: What, node: str = "n1:1") -> Noted:
+    return Noted(what, at_s, f"at {at_s}", node, -1)
+
+
+def started(*more: Noted) -> list[Noted]:
+    return [
+        noted(0.1, JOB),
+        noted(2.0, record.WorldLaunched(0, 2, 0, local_size=2)),
+        noted(2.1, record.WorldStarted(0, {0: 100, 1: 101})),
+        noted(3.0, record.RankFirstStep(0, 0)),
+        noted(3.1, record.RankFirstStep(0, 1)),
+        *more,
+    ]
+
+
+def test_a_job_that_trains() -> None:
+    progress = record.Progress(0, 0, 50, (50, 50), 0, (0.1, 0.1), (0.05, 0.09), 0.2, (1, 3))
+    told = record.Trained(50, "1/2", 0.25, 640.0, 150)
+    state = fold(started(noted(8.0, progress), noted(8.1, told)))
+    assert (state.run_id, state.program, state.lead, state.phase) == ("job", "train.py", "n1:1", "training")
+    assert (state.step, state.step_s, state.loss, state.steps_left) == (50, 0.1, 0.25, 150)
+    assert [(rank.pid, rank.state, rank.steps, rank.own_s) for rank in state.ranks.values()] == [
+        (100, "training", 50, 0.05),
+        (101, "saving", 50, 0.09),
+    ]
+    assert state.world is not None and (state.world.launched_s, state.world.stepped_s) == (2.0, 3.1)
+
+
+def test_a_rank_that_is_killed_and_comes_back() -> None:
+    opened = IncidentOpened(
+        1, 0, Kind.SIGNAL, "killed", "restart 1 of 3", True, rank=1, failed_at_s=1010.0, stopped_at_s=1010.1
+    )
+    closed = IncidentClosed(
+        1, 0, Kind.SIGNAL, "killed", "restart 1 of 3", True, rank=1, failed_at_s=1010.0, stopped_at_s=1010.1,
+        launched_at_s=1010.2, started_at_s=1010.3, recovered_at_s=1010.5,
+    )  # fmt: skip
+    failing = started(noted(10.0, record.RankExited(0, 1, 101, -9)), noted(10.1, opened))
+    state = fold(failing)
+    assert (state.phase, state.ranks[1].state, state.ranks[0].state) == ("recovering", "failed", "training")
+    again = [
+        noted(10.2, record.WorldLaunched(1, 2, 1, local_size=2)),
+        noted(10.5, record.RankFirstStep(1, 0)),
+        noted(10.6, closed),
+        noted(10.7, record.RankExited(0, 0, 100, -15)),  # of the old world, told late
+    ]
+    state = fold([*failing, *again])
+    assert (state.phase, state.restarts, len(state.incidents)) == ("training", 1, 1)
+    assert state.lost_s == 0.5 and state.worlds[0].ended_s == 10.0 and state.ranks[0].state == "training"
+
+
+def test_other_nodes_add_their_ranks_and_not_their_view_of_incidents() -> None:
+    there = "n2:1"
+    opened = IncidentOpened(1, 0, Kind.LOST_NODE, "gone", "restart", True, failed_at_s=77.0)
+    state = fold(
+        started(
+            noted(0.2, record.JobStarted("job", "id2", 2, None, 5, "n2", 0.0), there),
+            noted(2.1, record.WorldLaunched(0, 4, 0, first_rank=2, local_size=2), there),
+            noted(9.0, record.Progress(0, 2, 9, (9, 8), step_s=(0.1, 0.1)), there),
+            noted(9.5, opened, there),
+        )
+    )
+    assert sorted(state.ranks) == [0, 1, 2, 3] and state.ranks[3].steps == 8 and state.ranks[2].node == there
+    assert list(state.nodes) == ["n1:1", there] and state.incidents == {} and state.nodes[there].heard_s == 9.5
+
+
+def test_the_end() -> None:
+    state = fold(started(noted(9.0, record.JobEnded("hang", "why", 5, 9.0, 1.0))))
+    assert state.phase == "hang" and state.ended is not None and state.ended.reason == "why"
+
+
+def test_a_record_that_begins_in_the_middle_is_shown_as_far_as_it_goes() -> None:
+    for begin in range(6):
+        state = fold(started(noted(8.0, record.Progress(0, 0, 50, (50, 50))))[begin:])
+        assert state.phase in ("starting", "training")
+
+
+def test_curves_stay_short() -> None:
+    state = State()
+    for step in range(5 * MAX_POINTS):
+        state.take(noted(float(step), record.Trained(step, loss=1.0)))
+    assert len(state.losses) <= MAX_POINTS + 1 and state.losses[-1].step == 5 * MAX_POINTS - 1
+    assert [point.step for point in state.losses] == sorted({point.step for point in state.losses})
+
+
+def test_stragglers_come_and_go() -> None:
+    found = record.StragglerFound(0, 1, 0.2, 0.1, 2.0, 3)
+    state = fold(started(noted(9.0, found)))
+    assert state.stragglers == [1]
+    state.take(noted(9.1, record.StragglerGone(0, 1)))
+    assert state.stragglers == []
