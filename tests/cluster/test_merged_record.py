@@ -10,7 +10,6 @@ from holdfast.observe import record
 from holdfast.observe.record import Noted
 from holdfast.observe.state import fold
 
-
 SLOW_NODE = Path(__file__).parent / "scripts" / "slow_node.py"
 
 

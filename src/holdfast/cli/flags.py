@@ -389,7 +389,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         env=False,
         default=None,
         metavar="[HOST:]PORT",
-        help="show the job on a web page there, with metrics for Prometheus; on this machine alone unless HOST says more",
+        help="show the job on a web page, with metrics for Prometheus; for this machine alone unless HOST says more",
     )
     _add(
         group,

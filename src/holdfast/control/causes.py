@@ -173,8 +173,8 @@ def blame(causes: Sequence[Cause]) -> Blame:
 
 def explained(causes: Sequence[Cause], groups: Sequence[Group]) -> list[Cause]:
     """The causes, with what the ranks were doing as evidence for a hang. Whose monitor was first to notice is chance:
-    in a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame. Where stacks
-    tell nothing, one that passed a limit of its own is. However many nodes have noticed, it is one hang."""
+    in a world that waits for one rank, all are silent. The ones that wait in a collective are not to blame. Where
+    stacks tell nothing, one that passed a limit of its own is. However many nodes have noticed, it is one hang."""
     hangs = [cause for cause in causes if cause.kind is Kind.HANG and not cause.stuck]
     others = [cause for cause in causes if cause not in hangs]
     if not hangs:
