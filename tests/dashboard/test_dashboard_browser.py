@@ -35,6 +35,14 @@ def tab(browser: Browser) -> Iterator[Tab]:
 
 
 @pytest.fixture(scope="module")
+def reader(browser: Browser) -> Iterator[Tab]:
+    """For those who only look, one after the other."""
+    made = browser.tab()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     page = Page(typical(tmp_path_factory.mktemp("usual") / "job_ab").run_dir)
     yield page
@@ -46,39 +54,41 @@ def see(tab: Tab, page: Page) -> None:
     tab.until(LIVE)
 
 
-def test_one_look_is_enough(tab: Tab, usual: Page) -> None:
-    see(tab, usual)
-    assert tab.text("#state") == "Training: generation 5, 32 ranks on 4 nodes, slow: rank 27"
-    assert tab.text("h1") == "llama-small"
-    tiles = tab.text("#tiles").split("\n")
+def test_one_look_is_enough(reader: Tab, usual: Page) -> None:
+    see(reader, usual)
+    assert reader.text("#state") == "Training: generation 5, 32 ranks on 4 nodes, slow: rank 27"
+    assert reader.text("h1") == "llama-small"
+    tiles = reader.text("#tiles").split("\n")
     assert tiles[tiles.index("Step") + 1] == "14,557" and tiles[tiles.index("Incidents") + 1] == "5"
-    assert tab.eval("document.querySelectorAll('#grid .cell[data-state=training]').length") == 32
-    assert tab.eval("document.querySelector('.cell.slow').getAttribute('aria-label')") == "rank 27: training, slow"
-    tab.until("document.querySelector('#chart-step').ariaLabel === 'Step: from 47 to 14,557, at step 14,557'")
-    tab.until("document.querySelector('#read-timeline').textContent === '6 generations, 5 incidents'")
-    bars = [tab.eval(PIXEL % at_s) for at_s in (100, 700, 1300, 1800, 2400, 3000)]  # one in each generation
+    assert reader.eval("document.querySelectorAll('#grid .cell[data-state=training]').length") == 32
+    assert reader.eval("document.querySelector('.cell.slow').getAttribute('aria-label')") == "rank 27: training, slow"
+    reader.until("document.querySelector('#chart-step').ariaLabel === 'Step: from 47 to 14,557, at step 14,557'")
+    reader.until("document.querySelector('#read-timeline').textContent === '6 generations, 5 incidents'")
+    bars = [reader.eval(PIXEL % at_s) for at_s in (100, 700, 1300, 1800, 2400, 3000)]  # one in each generation
     assert all(alpha == 255 for *_, alpha in bars) and len({tuple(bar) for bar in bars}) == 2, "they take turns"
     painted = "(() => { const c = document.querySelector('#chart-loss'); return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v > 0); })()"  # fmt: skip # noqa: E501
-    tab.until(painted)
-    assert tab.complaints() == []
+    reader.until(painted)
+    assert reader.complaints() == []
 
 
-def test_an_incident_with_all_that_is_known(tab: Tab, usual: Page) -> None:
-    see(tab, usual)
-    tab.eval("document.querySelector('tr[data-number=\"1\"] button').focus()")
-    tab.key("Enter", 13)
-    tab.eval("document.activeElement.click()")
-    tab.until("document.querySelector('#incident[open] .facts')")
-    shown = tab.text("#incident")
+def test_an_incident_with_all_that_is_known(reader: Tab, usual: Page) -> None:
+    see(reader, usual)
+    reader.eval("document.querySelector('tr[data-number=\"1\"] button').focus()")
+    reader.key("Enter", 13)
+    reader.eval("document.activeElement.click()")
+    reader.until("document.querySelector('#incident[open] .facts')")
+    shown = reader.text("#incident")
     for part in ("hangs: no step for 34 s", "rank 21 on gpu-a3 (pid 20021)", "detect 34.2 s", "31 ranks in all_reduce",
                  "the others wait for this", "data.py:19 batches", "Time lost: 35.1 s"):  # fmt: skip
         assert part in shown
-    tab.key("Escape", 27)
-    tab.until("!document.querySelector('#incident').open")
-    tab.click('tr[data-number="2"] button')
-    tab.until("document.querySelector('#incident').innerText.includes('Traceback')")
-    assert "W tokens: retry 3 of 3" in tab.text("#incident") and "Connection closed by peer" in tab.text("#incident")
-    assert tab.complaints() == []
+    reader.key("Escape", 27)
+    reader.until("!document.querySelector('#incident').open")
+    reader.click('tr[data-number="2"] button')
+    reader.until("document.querySelector('#incident').innerText.includes('Traceback')")
+    assert "W tokens: retry 3 of 3" in reader.text("#incident") and "Connection closed by peer" in reader.text(
+        "#incident"
+    )
+    assert reader.complaints() == []
 
 
 def test_it_follows_the_job(tab: Tab, tmp_path: Path, open_page: Open) -> None:
@@ -150,17 +160,17 @@ def test_a_script_that_got_in_would_not_run(tab: Tab, usual: Page) -> None:
     assert tab.eval("window.taken") is None
 
 
-def test_ranks_by_keyboard(tab: Tab, usual: Page) -> None:
-    see(tab, usual)
-    tab.eval("document.querySelector('#drain').focus(); document.querySelector('.cell[tabindex=\"0\"]').focus()")
+def test_ranks_by_keyboard(reader: Tab, usual: Page) -> None:
+    see(reader, usual)
+    reader.eval("document.querySelector('#drain').focus(); document.querySelector('.cell[tabindex=\"0\"]').focus()")
     focused = "document.activeElement.dataset.rank"
-    assert tab.eval("document.querySelectorAll('.cell[tabindex=\"0\"]').length") == 1, "one stop for all ranks"
+    assert reader.eval("document.querySelectorAll('.cell[tabindex=\"0\"]').length") == 1, "one stop for all ranks"
     for key, code, rank in (("ArrowRight", 39, "1"), ("End", 35, "31"), ("ArrowLeft", 37, "30"), ("Home", 36, "0")):
-        tab.key(key, code)
-        assert tab.eval(focused) == rank
-    tab.key("Enter", 13)
-    assert tab.text("#rank h3") == "Rank 0"
-    assert "steps in this world" in tab.text("#rank")
+        reader.key(key, code)
+        assert reader.eval(focused) == rank
+    reader.key("Enter", 13)
+    assert reader.text("#rank h3") == "Rank 0"
+    assert "steps in this world" in reader.text("#rank")
 
 
 def test_it_fits_a_phone(browser: Browser, usual: Page) -> None:
@@ -174,16 +184,16 @@ def test_it_fits_a_phone(browser: Browser, usual: Page) -> None:
     tab.close()
 
 
-def test_a_screen_reader_finds_its_way(tab: Tab, usual: Page) -> None:
+def test_a_screen_reader_finds_its_way(reader: Tab, usual: Page) -> None:
     """By the browser's own accessibility tree."""
-    see(tab, usual)
-    nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
+    see(reader, usual)
+    nodes = reader.call("Accessibility.getFullAXTree")["nodes"]
     found = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
     roles = {role for role, _ in found}
     assert {"banner", "main", "contentinfo", "heading", "grid", "gridcell", "table", "status"} <= roles
     nameless = [role for role, name in found if role in ("button", "textbox", "searchbox", "combobox", "radio", "grid", "gridcell", "image", "img") and not name.strip()]  # fmt: skip # noqa: E501
     assert nameless == []
-    assert tab.eval("document.querySelectorAll('[aria-live]').length") == 1
+    assert reader.eval("document.querySelectorAll('[aria-live]').length") == 1
 
 
 def test_a_rank_is_killed_with_the_control_token(

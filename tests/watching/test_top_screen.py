@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.agent.doorbell import Sign
 from holdfast.observe import find, record, screen
 from holdfast.observe.screen_job import Watched
 from holdfast.observe.screen_top import frame, line
@@ -51,10 +52,18 @@ def test_a_small_job_fits_with_all_there_is(alone: Path, tmp_path: Path) -> None
     assert shown[0].startswith("holdfast top   train.py   job made   training   60 min ")
     assert shown[0].endswith("  q quits ")
     assert [text.split() for text in shown if text.lstrip().startswith(("0  ", "1  "))] == [
-        ["0", "training", "140", "250", "ms", "-", "-"],
-        ["1", "saving", "141", "250", "ms", "-", "-"],
+        ["0", "training", "140", "250", "ms", "-", "-", "-"],
+        ["1", "saving", "141", "250", "ms", "-", "-", "-"],
     ]
     assert any(text.startswith("1. 30 min ago, ") and text.endswith("killed by SIGKILL at step 27") for text in shown)
+
+
+def test_what_the_agent_says_of_each_rank_now_is_shown(alone: Path, tmp_path: Path) -> None:
+    job = watched(Written(tmp_path).starts().launches(5).steps(8))
+    job.signs = {0: Sign(0, 0.25), 1: Sign(1, 31.0, "data\x1b[2J", 30.5)}
+    shown = [row.text for row in frame(job, 120, 24)]
+    [first, second] = [text for text in shown if text.lstrip().startswith(("0  ", "1  "))]
+    assert "250 ms" in first and "31.0 s" in second and second.endswith("in data\\x1b[2J for 30.5 s")
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50), (40, 12), (20, 5), (1, 1), (300, 2000)])

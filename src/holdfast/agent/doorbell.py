@@ -57,10 +57,20 @@ class Now(msgspec.Struct, frozen=True, tag=True):
     """How far are the ranks of this node?"""
 
 
+class Sign(msgspec.Struct, frozen=True):
+    """The last that a rank's beacon showed."""
+
+    rank: int
+    silent_s: float  # since a step, a heartbeat or another phase
+    section: str = ""  # of those that are open, the one that was opened last
+    section_s: float = 0.0
+
+
 class Pace(msgspec.Struct, frozen=True, tag=True):
     """None: they have not stepped yet."""
 
     progress: Progress | None
+    signs: tuple[Sign, ...] = ()
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):

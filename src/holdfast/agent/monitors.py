@@ -132,7 +132,7 @@ class Monitors:
         if isinstance(request, Stacks):
             return await self._evidence.peek()
         if isinstance(request, Now):
-            return Pace(self._sampler.now())
+            return Pace(self._sampler.now(), self._watching.signs())
         return Job(
             run_id=self._options.settings.run_id,
             pid=os.getpid(),

@@ -68,6 +68,14 @@ class Page:
         """How long saves have held it up, how long it took for itself, and in how many steps."""
         return self._times[beacon.SAVED_S], self._times[beacon.OWN_S], self._count(beacon.OWN_STEPS)
 
+    def sign(self, now_s: float) -> tuple[float, list[tuple[int, float]]]:
+        """For how long there was no sign of life, and the sections that are open, with since when."""
+        times = self._times
+        newest_s = max(times[beacon.PHASE_AT], times[beacon.STEP_AT], times[beacon.HEARTBEAT_AT])
+        known = min(self._words[KNOWN], MAX_SECTIONS) if self._words[OPEN] else 0
+        opened = [(slot, times[SECTIONS + 2 * slot]) for slot in range(known)]
+        return max(0.0, now_s - newest_s), [(slot, since_s) for slot, since_s in opened if since_s]
+
     def lease(self, until_s: float) -> None:
         self._times[beacon.LEASE] = until_s
 

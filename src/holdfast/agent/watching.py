@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from operator import lt
 
+from holdfast.agent.doorbell import Sign
 from holdfast.agent.pages import Corrupt, Page
 from holdfast.control.hangs import EVALUATING, SAVING, Busy, Hang, Mode, Watch
 
@@ -72,6 +73,17 @@ class Watching:
     def name(self, rank: int, slot: int, names: Sequence[str]) -> None:
         """What a rank calls its sections."""
         self._names.update(((rank, slot + index), name) for index, name in enumerate(names))
+
+    def signs(self) -> tuple[Sign, ...]:
+        """For somebody who looks on."""
+        now_s = time.monotonic()
+        found = []
+        for rank, page in self._pages.items():
+            silent_s, opened = page.sign(now_s)
+            slot, since_s = max(opened, key=lambda each: each[1], default=(-1, now_s))
+            name = self._names.get((rank, slot), "") if slot >= 0 else ""
+            found.append(Sign(rank, round(silent_s, 3), name[:64], round(now_s - since_s, 3)))
+        return tuple(found)
 
     def poked(self, rank: int) -> None:
         """One look is enough for however many pokes came together."""

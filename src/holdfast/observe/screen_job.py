@@ -35,6 +35,7 @@ class Watched:
         self.pid = found.pid
         self.is_lost = False  # its agent has ended without a word
         self.is_silent = False  # its agent is there, and does not answer
+        self.signs: dict[int, doorbell.Sign] = {}  # of the ranks on this machine
         self._reader = record.Reader(found.record)
         self._steps: tuple[int, int, int] = (-1, 0, 0)  # a generation, its steps, and those of all
         self._stepped_s = 0.0  # when they were found to be so many
@@ -83,6 +84,7 @@ class Watched:
                 self.read()  # it may have told its end meanwhile
             return
         self.is_silent = False
+        self.signs = {sign.rank: sign for sign in answer.signs} if isinstance(answer, doorbell.Pace) else {}
         if isinstance(answer, doorbell.Pace) and answer.progress is not None:
             self._take(Noted(answer.progress, self.now_s, "", self._name_of(self.pid), -1))
 

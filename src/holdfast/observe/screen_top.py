@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from holdfast.observe.explain import duration
 from holdfast.observe.screen import age, ago, clean, cut, left, many, right, step_time, table
 from holdfast.observe.screen_job import FAILED, LOST, RECOVERING, STARTING, STOPPED, Watched
 from holdfast.observe.screen_status import checkpoint, incident, lost, restarts, standing, step, stragglers, world
@@ -116,16 +117,18 @@ def _table(job: Watched, ranks: list[Rank], columns: int, room: int) -> list[Row
 
 
 def _names(several: bool, wide: bool) -> list[str]:
-    node, pid = ["NODE"] if several else [], ["PID"] if wide else []
-    return ["RANK", *node, "STATE", "STEP", "STEP TIME", "OWN TIME", *pid, ""]
+    node, more = ["NODE"] if several else [], ["LAST SIGN", "PID"] if wide else []
+    return ["RANK", *node, "STATE", "STEP", "STEP TIME", "OWN TIME", *more, ""]
 
 
 def _cells(job: Watched, rank: Rank, several: bool, wide: bool) -> list[str]:
     node = [cut(clean(job.short(rank.node)), 24)] if several else []
-    note = clean(f"{'straggler' if rank.straggles else ''} {rank.text}".strip())
+    sign = job.signs.get(rank.rank)
+    section = f"in {sign.section} for {duration(sign.section_s)}" if sign is not None and sign.section else ""
+    note = clean(" ".join(filter(None, ["straggler" if rank.straggles else "", section, rank.text])))
     times = [step_time(rank.step_s), step_time(rank.own_s)]
-    pid = [str(rank.pid or "-")] if wide else []
-    return [str(rank.rank), *node, rank.state, f"{job.step_of(rank):,}", *times, *pid, note]
+    more = [duration(sign.silent_s) if sign is not None else "-", str(rank.pid or "-")] if wide else []
+    return [str(rank.rank), *node, rank.state, f"{job.step_of(rank):,}", *times, *more, note]
 
 
 def _style(rank: Rank) -> str:

@@ -7,7 +7,7 @@ import * as incidents from "./incidents.js";
 import * as ranks from "./ranks.js";
 
 const RETRY_MS = 1000;
-const LATER_MS = 3000; // where the server has said that it ends: somebody may start it again
+const LATER_MS = 2000; // where the server has said that it ends: somebody may start it again
 const PHASES = {
   training: ["●", "Training"], starting: ["◐", "Starting"], recovering: ["↻", "Recovering"], succeeded: ["✓", "Succeeded"],
   gone: ["✕", "The agent is gone without a word"],
