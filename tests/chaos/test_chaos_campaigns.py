@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -96,7 +97,7 @@ def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     try:
         while "1 of 1000: kill" not in err.read_text():
             assert process.poll() is None, told(tmp_path)
-            linux_wait(process.pid)
+            wait_a_moment(process.pid)
         below = list(linux.descendants(process.pid))
         assert below
         process.send_signal(signal.SIGTERM)
@@ -108,12 +109,10 @@ def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     assert [pid for pid in below if linux.state(pid) not in ("", "Z")] == []
 
 
-def linux_wait(pid: int) -> None:
+def wait_a_moment(pid: int) -> None:
     """For a moment, or for the end of the process."""
     fd = os.pidfd_open(pid)
     try:
-        import select
-
         select.select([fd], [], [], 0.05)
     finally:
         os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,17 @@ def test_a_wrong_plan_is_told_in_one_line(text: str, tmp_path: Path, capsys: pyt
 def test_check_says_what_a_plan_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["check", write(tmp_path, KILL + "every_s = 1\ncount = 3")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["3", "faults", "from", "seed", "0"]
+
+
+def test_check_says_what_is_missing_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = write(tmp_path, 'nodes = 2\nbackend = "etcd"\n[[fault]]\nkind = "full-disk"\nat_s = 1')
+    assert chaos.main(["check", path]) == 1
+    told = capsys.readouterr().err
+    assert told == f"holdfast chaos: {path} needs root, for full-disk and the program etcd, which is not here\n"
 
 
 def test_every_kind_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,12 @@ def test_a_restore_from_before_what_was_committed() -> None:
     assert wrong == "life 0, generation 1, rank 0: goes on from step 5, though 9 was committed"
 
 
+def test_a_world_that_begins_anew_though_something_was_committed() -> None:
+    story = Story().world(0, 0).tell(record.CheckpointSaved(9, "step_9")).fault("kill", 0)
+    story.incident(0, Kind.SIGNAL).world(1, 1).end()
+    assert broken(judge(story)) == {KEPT: ("life 0, generation 1: goes on from step 0, though 9 was committed",)}
+
+
 def two_lives(second: int, source: str, kind: str = "bit-flip") -> tuple[Story, Story]:
     first = Story().world(0, 0).tell(record.CheckpointSaved(5, "step_5")).tell(record.CheckpointSaved(9, "step_9"))
     damage: dict[str, Any] = {"file": "step_9", "committed": 9} if kind != "job-loss" else {}

@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from holdfast.cli.flags import make_parser
 
@@ -185,7 +187,23 @@ BLOCKS = [block for document in GUIDES for block in blocks_of(document)]
 EXAMPLES = [block for block in BLOCKS if block.language and not block.is_set_up]
 
 
-@pytest.mark.parametrize("block", EXAMPLES, ids=str)
+def _example(block: Block, index: int) -> ParameterSet:
+    """Those of failures.md are whole stories of half a minute, each of which other tests tell too: all but one are for
+    who has the time."""
+    long = block.document.name == "failures.md" and index > 0
+    return pytest.param(block, id=str(block), marks=[pytest.mark.long] if long else [])
+
+
+def _examples() -> list[ParameterSet]:
+    seen = Counter[str]()
+    found = []
+    for block in EXAMPLES:
+        found.append(_example(block, seen[block.document.name]))
+        seen[block.document.name] += 1
+    return found
+
+
+@pytest.mark.parametrize("block", _examples())
 def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     folder, temporary = tmp_path / "here", tmp_path / "tmp"
     folder.mkdir()

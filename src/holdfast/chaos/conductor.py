@@ -90,7 +90,7 @@ class Conductor:
         start_s = self._alive_s = time.monotonic()
         self._arm_steps()
         self._job.begin()
-        self._hands.begin_life()
+        self._hands.tell_ranks()
         try:
             while self._job.code is None and not self._stopped():
                 self._tick(time.monotonic())

@@ -61,17 +61,13 @@ class Hands:
         self._orders: list[Order] = []
         self._path = str(folder / "orders.json")
         (folder / "done").mkdir()
-        self.begin_life()
+        self.tell_ranks()
 
-    def begin_life(self) -> None:
-        """Ranks are told which life of the job they are in."""
+    def tell_ranks(self) -> None:
+        """What is theirs to do, and in which life of the job they are."""
         self._orders = [order for order in self._orders if not faults.claimed(str(self._folder), order.number)]
         orders = Orders(str(self._folder), max(0, self._job.life), tuple(self._orders))
         faults.write_orders(self._path, orders)
-
-    @property
-    def orders_path(self) -> str:
-        return self._path
 
     def arm(self, due: Due, rank: int | None, step: int = 0) -> None:
         """For the rank itself to do, when it is there."""
@@ -79,13 +75,13 @@ class Hands:
             due.number, due.kind.name, rank, step, due.chance, due.generation, due.for_s, due.delay_s
         )  # fmt: skip
         self._orders.append(order)
-        self.begin_life()
+        self.tell_ranks()
 
     def withdraw(self, number: int) -> bool:
         """An order that nobody has followed. False: there is none."""
         before = len(self._orders)
         self._orders = [order for order in self._orders if order.number != number]
-        self.begin_life()
+        self.tell_ranks()
         return len(self._orders) < before
 
     def strike(self, due: Due, step: int, spare_number: int) -> Mend | None:
@@ -163,7 +159,7 @@ class Hands:
             done = disk.damage(self._checkpoints, due.kind.name, due.chance)
             self._note(due, step, **noted, file=done.name, committed=done.step, text=f"{done.file}: {done.text}")
         self._job.begin()
-        self.begin_life()
+        self.tell_ranks()
 
     def _link(self, due: Due, step: int) -> Mend:
         if self._links is None:

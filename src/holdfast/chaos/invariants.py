@@ -134,25 +134,41 @@ def _explained(life: int, records: Sequence[Record]) -> list[str]:
 
 
 def _kept(records: Sequence[Record], injected: Sequence[Injected]) -> list[str]:
-    """A restore is of the newest checkpoint that was committed when it began, unless a fault has damaged that one."""
+    """A world goes on from the newest checkpoint that was committed when it began to restore, or from something newer,
+    unless a fault has damaged that one. A world that stepped and restored nothing has begun anew."""
     damaged = [(fault.file, fault.at_s) for fault in injected if fault.file]
     saved: list[tuple[float, int, str]] = []
-    restored: list[tuple[float, int, str]] = []
     for each in records:
         for noted in each.own:
-            at_s = each.clock_s + noted.at_s
             match noted.what:
                 case record.CheckpointSaved(step=step, checkpoint=name):
-                    saved.append((at_s, step, name))
+                    saved.append((each.clock_s + noted.at_s, step, name))
                 case record.CheckpointPersisted(step=step, checkpoint=name, committed=True):
-                    saved.append((at_s, step, name))
-                case record.CheckpointRestored(rank=rank, step=step, seconds=seconds, generation=generation):
-                    where = f"life {each.life}, generation {generation}, rank {rank}"
-                    restored.append((at_s - seconds, step, where))
+                    saved.append((each.clock_s + noted.at_s, step, name))
     wrong = []
-    for began_s, step, where in restored:
-        bad = {name for name, at_s in damaged if at_s < began_s}
-        floor = max((of for at_s, of, name in saved if at_s < began_s and name not in bad), default=0)
-        if step < floor:
-            wrong.append(f"{where}: goes on from step {step}, though {floor} was committed")
+    for each in records:
+        for began_s, step, where in _begun(each):
+            bad = {name for name, at_s in damaged if at_s < began_s}
+            floor = max((of for at_s, of, name in saved if at_s < began_s and name not in bad), default=0)
+            if step < floor:
+                wrong.append(f"{where}: goes on from step {step}, though {floor} was committed")
     return wrong
+
+
+def _begun(each: Record) -> list[tuple[float, int, str]]:
+    """When each restore of a record's worlds began, and its step."""
+    found: list[tuple[float, int, str]] = []
+    launched: dict[int, float] = {}
+    restored: set[int] = set()
+    for noted in each.own:
+        at_s = each.clock_s + noted.at_s
+        match noted.what:
+            case record.WorldLaunched(generation=generation):
+                launched[generation] = at_s
+            case record.CheckpointRestored(rank=rank, step=step, seconds=seconds, generation=generation):
+                restored.add(generation)
+                found.append((at_s - seconds, step, f"life {each.life}, generation {generation}, rank {rank}"))
+            case record.RankFirstStep(generation=generation) if generation not in restored and generation in launched:
+                restored.add(generation)
+                found.append((launched[generation], 0, f"life {each.life}, generation {generation}"))
+    return found

@@ -2,7 +2,8 @@
 
 import { byId, clock, count, duration, many, say, three } from "./format.js";
 
-const LEFT = 46;
+const LEFT = 54;
+const APART = 8; // pixels between two incidents; where there are more of them, lines would hide the curve
 const BOTTOM = 20;
 const TOP = 6;
 const RIGHT = 8;
@@ -122,16 +123,8 @@ function drawCurve(curve, colour) {
   }
   const up = vertical(points.map(curve.y), height, curve.zero);
   axes(pen, width, height, across, up, curve.show, colour);
-  pen.strokeStyle = colour("bad");
-  pen.globalAlpha = 0.28;
-  pen.lineWidth = 1;
-  pen.beginPath();
-  for (const x of columns(across).keys()) {
-    pen.moveTo(x + 0.5, TOP);
-    pen.lineTo(x + 0.5, height - BOTTOM);
-  }
-  pen.stroke();
-  pen.globalAlpha = 1;
+  const marks = columns(across);
+  if (marks.size * APART < width) drawMarks(pen, marks, height, colour);
   pen.strokeStyle = colour("accent");
   pen.lineWidth = 1.75;
   pen.lineJoin = "round";
@@ -140,6 +133,19 @@ function drawCurve(curve, colour) {
   pen.stroke();
   if (points.length === 1) dot(pen, across.x(points[0][0]), up.y(curve.y(points[0])), colour("accent"));
   read(curve, points, across, up, pen, colour);
+}
+
+function drawMarks(pen, marks, height, colour) {
+  pen.strokeStyle = colour("bad");
+  pen.globalAlpha = 0.28;
+  pen.lineWidth = 1;
+  pen.beginPath();
+  for (const x of marks.keys()) {
+    pen.moveTo(x + 0.5, TOP);
+    pen.lineTo(x + 0.5, height - BOTTOM);
+  }
+  pen.stroke();
+  pen.globalAlpha = 1;
 }
 
 function read(curve, points, across, up, pen, colour) {
@@ -266,9 +272,12 @@ function drawTimeline(canvas, colour) {
     drawWorld(pen, world, across, top, bar, colour);
   }
   pen.fillStyle = colour("bad");
-  for (const [x, number] of columns(across)) {
-    const tall = Math.min(16, 6 + 2 * Math.log2(number));
-    pen.fillRect(x - 1, top - 4 - tall, 2, tall);
+  const marks = columns(across);
+  const few = marks.size * APART < width;
+  for (const [x, number] of marks) {
+    const tall = Math.min(16, 4 + 3 * Math.log2(number));
+    pen.fillRect(x - 0.5, top - 5 - tall, few ? 2 : 1, tall);
+    if (!few) continue;
     pen.beginPath();
     pen.moveTo(x - 4, top - 6);
     pen.lineTo(x + 4, top - 6);
