@@ -32,7 +32,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     source = ROOT / "src"
-    package = [path for path in source.rglob("*") if path.suffix == ".py" or path.name == "py.typed"]
+    kinds = (".py", ".html", ".css", ".js", ".svg", ".json")
+    package = [path for path in source.rglob("*") if path.suffix in kinds or path.name == "py.typed"]
     about = f"holdfast-{__version__}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         held = archive.namelist()

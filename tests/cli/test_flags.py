@@ -84,6 +84,10 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--restart-refill": ("restart_refill", None),
     "--restart_refill": ("restart_refill", None),
     "--spares": ("spares", 0),
+    "--on-straggler": ("on_straggler", "warn"),
+    "--on_straggler": ("on_straggler", "warn"),
+    "--dashboard": ("dashboard", None),
+    "--preflight": ("preflight", False),
     "--rank-assignment": ("rank_assignment", "infrastructure"),
     "--rank_assignment": ("rank_assignment", "infrastructure"),
     "--node-timeout": ("node_timeout", 3.0),
@@ -155,6 +159,7 @@ for _name in ("cfg_path", "ignore_missing_cfg"):
 # Ours of which only some values can be meant.
 CHOICES = {
     "restart_policy": ["any-failed", "min-healthy"],
+    "on_straggler": ["warn", "replace"],
     "ft_restart_policy": ["any-failed", "min-healthy"],
     "ft_hang_detection": ["off", "warn", "restart"],
     "restart_budget": ["all", "failures"],

@@ -36,9 +36,9 @@ class Page:
         found = re.search(r"(http://\S+:(\d+)/)(?:\?token=(\S+))?", self.said[0])
         assert found is not None, self.said[0] + self.process.stderr.read()
         self.url, self.port, self.token = found[1], int(found[2]), found[3]
-        control = re.search(r": (\S+) \(in ", self.said[1])
-        assert control is not None, self.said
-        self.control = control[1]
+        kept = re.search(r" is in (\S+)$", self.said[1])
+        assert kept is not None, self.said
+        self.control = Path(kept[1]).read_text().strip()
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
         answer, body = self.answer(path, method, **headers)

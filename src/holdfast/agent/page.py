@@ -34,7 +34,12 @@ class Page:
             self._say(f"there is no page: {failure.strerror}; training goes on")
 
     def close(self) -> None:
+        """Those who look on are shown the end first."""
         if self._process is not None:
-            linux.end(self._process.pid, END_S)
-            self._process.poll()
+            self._process.terminate()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                linux.end(self._process.pid, END_S)
+                self._process.poll()
             self._process = None

@@ -92,9 +92,12 @@ def _listen(given: str | None) -> str | None:
     """Where the page is to be."""
     if given is None:
         return None
-    host, _, port = given.rpartition(":")
-    if not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise Usage(f"--dashboard={given}: [HOST:]PORT is meant, as in 8080 or 0.0.0.0:8080")
+    host, colon, port = given.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_host = bool(host) if colon else True
+    is_port = port.isascii() and port.isdecimal() and int(port) < 65536
+    if not is_host or not is_port or (":" in bare and bare == host):
+        raise Usage(f"--dashboard={given}: [HOST:]PORT is meant, as in 8080, 0.0.0.0:8080 or [::]:8080")
     return f"{host or '127.0.0.1'}:{port}"
 
 

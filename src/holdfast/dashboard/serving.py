@@ -56,7 +56,7 @@ def serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: ending.set())
     server.start()
-    _announce(server, reading, control, run_dir)
+    _announce(server, reading, run_dir)
     while not ending.wait(TICK_S):
         if live.update() and parent is not None:
             break
@@ -89,11 +89,11 @@ def _reading_token(server: Server, token_file: str | None) -> str | None:
     return None if tokens.is_loopback(server.server_name) else tokens.made()
 
 
-def _announce(server: Server, reading: str | None, control: str, run_dir: str) -> None:
+def _announce(server: Server, reading: str | None, run_dir: str) -> None:
     """Once, and on stderr: a log of stdout should hold no token."""
     host = server.server_name
     host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     query = f"?token={reading}" if reading is not None else ""
     print(f"holdfast: the job's page is http://{host}:{server.server_port}/{query}", file=sys.stderr)
-    print(f"holdfast: to drain it or to kill a rank there: {control} (in {run_dir}/{tokens.NAME})", file=sys.stderr)
+    print(f"holdfast: the token to drain it or to kill a rank there is in {run_dir}/{tokens.NAME}", file=sys.stderr)
     sys.stderr.flush()
