@@ -188,9 +188,8 @@ EXAMPLES = [block for block in BLOCKS if block.language and not block.is_set_up]
 
 
 def _example(block: Block, index: int) -> ParameterSet:
-    """Those of failures.md are whole stories of half a minute, each of which other tests tell too: all but one are for
-    who has the time."""
-    long = block.document.name == "failures.md" and index > 0
+    """Some are whole stories of half a minute, which other tests tell too: those are for who has the time."""
+    long = (block.document.name == "failures.md" and index > 0) or (block.document.name == "chaos.md" and index == 0)
     return pytest.param(block, id=str(block), marks=[pytest.mark.long] if long else [])
 
 

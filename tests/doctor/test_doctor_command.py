@@ -147,10 +147,10 @@ def test_a_process_that_cannot_be_killed_is_left_behind_with_a_word() -> None:
 
 
 def test_a_node_that_is_well_is_not_kept_out(tmp_path: Path) -> None:
-    found = asyncio.run(preflight(checkpoint_dir=str(tmp_path / "run"), env=environment(tmp_path)))
+    found = asyncio.run(preflight(str(tmp_path), str(tmp_path / "run"), env=environment(tmp_path)))
     assert refusal(found) == ""
     states = {finding.check: finding.state for finding in found}
-    assert list(states) == ["limits", "shm", "checkpoint", "torch", "gpu", "matmul", "collective", "nccl"]
+    assert list(states) == ["limits", "shm", "disk", "checkpoint", "torch", "gpu", "matmul", "collective", "nccl"]
     assert [states[name] for name in ("torch", "matmul", "collective")] == ["ok"] * 3
     if not torch.cuda.is_available():
         assert states["gpu"] == states["nccl"] == "skipped"

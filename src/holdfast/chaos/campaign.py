@@ -141,11 +141,10 @@ def _run_job(folder: Path, planned: Plan, seed: int, argv: Sequence[str], say: S
 
 
 def _weights(folder: Path, twins: str, ours: str) -> Weights:
+    if ours or twins:
+        return Weights(ours, twins)
     try:
-        return Weights(
-            ours or weights.digest(folder / "job" / "checkpoints"),
-            twins or weights.digest(folder / "twin" / "checkpoints"),
-        )
+        return Weights(*weights.digests(folder / "job" / "checkpoints", folder / "twin" / "checkpoints"))
     except (ValueError, OSError) as failure:
         return Weights(why_not=str(failure))
 

@@ -14,7 +14,7 @@ from holdfast.chaos import faults
 from holdfast.chaos.disk import NotHere
 from holdfast.chaos.faults import Injected
 from holdfast.chaos.hands import Hands, Mend
-from holdfast.chaos.job import Job
+from holdfast.chaos.job import CHAOS, Job
 from holdfast.chaos.kinds import KINDS, Answer, Hand
 from holdfast.chaos.plan import Due
 from holdfast.observe import record
@@ -283,7 +283,7 @@ class Conductor:
             injected.number, injected.kind, injected.rank, "", injected.step, injected.text or struck
         )
         line = {
-            "v": record.VERSION, "node": "chaos", "seq": injected.number, "name": what.NAME,
+            "v": record.VERSION, "node": CHAOS, "seq": injected.number, "name": what.NAME,
             "at_s": round(injected.at_s - clock_s, 6), "time": injected.time, "data": what,
         }  # fmt: skip
         with contextlib.suppress(OSError):

@@ -221,10 +221,14 @@ class Hands:
 
     @property
     def _coordinator(self) -> int:
-        """It is the endpoint's node; with etcd, whoever has stood in line longest."""
+        """It is the endpoint's node; with etcd, the one to whom the others send what they record."""
         if self._etcd is None:
             return 0
-        return min(range(len(self._job.agents)), key=lambda node: self._job.agents[node].began_s)
+        agents = self._job.agents
+        node = max(range(len(agents)), key=lambda node: agents[node].others_s)
+        if not agents[node].others_s:
+            raise NotHere("nobody is seen to have the coordinator")
+        return node
 
     def _count_saved(self) -> int:
         from holdfast.checkpoint import catalogue

@@ -23,6 +23,7 @@ from holdfast.observe.state import State
 
 LIVES = "lives.jsonl"
 MARK = "HOLDFAST_CHAOS_MARK"
+CHAOS = "chaos"  # stands for a node in lines of faults
 DIGEST = "final weights: "  # a line of the program's output that begins so is its own word on its weights
 MAX_OUTPUT_BYTES = 4 << 20  # of each stream; the older half goes
 END_S = 10.0
@@ -49,7 +50,7 @@ class Output:
         self.digest = ""
 
     def follow(self, stream: IO[bytes]) -> None:
-        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+        threading.Thread(target=self._read, args=(stream,), daemon=True, name="holdfast-output").start()
 
     def _read(self, stream: IO[bytes]) -> None:
         with stream, open(self._path, "ab", buffering=0) as file:
@@ -78,7 +79,7 @@ class Agent:
         self._namespace = namespace
         self._older = set(os.listdir(log_dir))
         self._reader: record.Reader | None = None
-        self.began_s = time.monotonic()
+        self.others_s = 0.0  # when a line of another node last came into its record
         self.run_dir = ""
         self.state = State()
         self.writer: int | None = None  # its pid
@@ -96,6 +97,8 @@ class Agent:
         assert self._reader is not None
         for noted in self._reader:
             self.state.take(noted)
+            if noted.node not in (self.state.lead, CHAOS):
+                self.others_s = time.monotonic()
             match noted.what:
                 case record.WriterStarted(pid=pid):
                     self.writer = pid

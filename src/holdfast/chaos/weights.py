@@ -13,22 +13,24 @@ from typing import Any
 READ_S = 300.0
 
 
-def digest(checkpoints: Path) -> str:
-    """'' where there is no checkpoint; raises ValueError for one that cannot be read. In a process of its own, since
-    it needs torch and all of the weights."""
-    if not checkpoints.is_dir() or not os.listdir(checkpoints):
-        return ""
-    command = [sys.executable, "-m", "holdfast.chaos.weights", str(checkpoints)]
+def digests(*folders: Path) -> list[str]:
+    """Of each folder of checkpoints; '' where there is none. Raises ValueError for one that cannot be read.
+
+    In a process of its own, since it needs torch and all of the weights.
+    """
+    command = [sys.executable, "-m", "holdfast.chaos.weights", *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=READ_S)
     if done.returncode != 0:
-        raise ValueError(f"{checkpoints}: {(done.stderr.strip().splitlines() or ['cannot be read'])[-1]}")
-    return done.stdout.strip()
+        raise ValueError(f"the weights cannot be read: {(done.stderr.strip().splitlines() or ['no word why'])[-1]}")
+    return done.stdout.split("\n")[: len(folders)]
 
 
 def _of(checkpoints: str) -> str:
     from holdfast.checkpoint import catalogue, export
     from holdfast.checkpoint.storage import open_storage
 
+    if not os.path.isdir(checkpoints):
+        return ""
     storage = open_storage(checkpoints)
     there = [found for found in catalogue.find(storage).found if not found.superseded]
     if not there:
@@ -57,4 +59,5 @@ def _add(hashed: Any, path: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    print(_of(sys.argv[1]))
+    for folder in sys.argv[1:]:
+        print(_of(folder))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 _COMMANDS = {
@@ -27,7 +29,14 @@ _COMMANDS = {
 def main() -> None:
     command, *rest = sys.argv[1:] or ["--help"]
     if command in _COMMANDS:
-        sys.exit(importlib.import_module(f"holdfast.cli.{command}").main(rest))
+        try:
+            code = importlib.import_module(f"holdfast.cli.{command}").main(rest)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:  # who reads this has seen enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = 128 + signal.SIGPIPE
+        sys.exit(code)
     if command in ("-h", "--help"):
         print("usage: holdfast <command> ...\n")
         for name, what in _COMMANDS.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -78,7 +79,7 @@ def _examine(args: argparse.Namespace) -> int:
     )
     began_s = time.monotonic()
     checks = [check for check in CHECKS if not chosen or check.name in chosen]
-    tell = (lambda finding: None) if args.json else _show
+    tell = (lambda finding: None) if args.json else _show_if_read
     findings = asyncio.run(examine(checks, asked, peers, limit_s=args.limit, tell=tell))
     failed = any(finding.state == "fail" for finding in findings)
     took_s = time.monotonic() - began_s
@@ -112,6 +113,16 @@ def _show(finding: Finding) -> None:
     print(f"{finding.state:8}{finding.check:11} {finding.text}", flush=True)
     if finding.cure:
         print(f"{'':20}next: {finding.cure}", flush=True)
+
+
+def _show_if_read(finding: Finding) -> None:
+    """A reader that has left, as `head` does, is no reason to leave checks half done."""
+    try:
+        _show(finding)
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
 
 
 # -- the other side ---------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ CHECKS = (
         limit_s=30,
         if_hung=_DISK,
         lane="disk",
+        before_world=True,
     ),
     Check(
         name="checkpoint",

@@ -165,11 +165,12 @@ def _multiply(device: torch.device, left: torch.Tensor, right: torch.Tensor, exp
     name = f"GPU {device.index}" if device.type == "cuda" else "the CPU"
     try:
         wanted = expected.to(device)
+        pairs = {kind: (left.to(device, kind), right.to(device, kind)) for kind in (torch.float32, torch.bfloat16)}
         until_s = time.monotonic() + MATMUL_S
         rounds = 0
         while rounds == 0 or time.monotonic() < until_s:
-            for kind in (torch.float32, torch.bfloat16):
-                product = torch.matmul(left.to(device, kind), right.to(device, kind)).float()
+            for kind, pair in pairs.items():
+                product = torch.matmul(*pair).float()
                 if not torch.equal(product, wanted):
                     wrong = int((product != wanted).sum())
                     text = f"{name}: {wrong:,} of {wanted.numel():,} sums are wrong in a product of matrices ({kind})"
@@ -177,7 +178,7 @@ def _multiply(device: torch.device, left: torch.Tensor, right: torch.Tensor, exp
             rounds += 1
         if device.type == "cpu":
             return ok(f"{name} is right in {plural(rounds, 'round')}")
-        rate = _rate(left.to(device, torch.bfloat16), right.to(device, torch.bfloat16))
+        rate = _rate(*pairs[torch.bfloat16])
     except RuntimeError as failure:
         return fail(f"{name}: {first_line(failure)}", _BAD_DEVICE)
     text = f"{name} is right in {plural(rounds, 'round')}, {rate / 1e12:,.0f} TFLOP/s"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 8 << 20
 BLOCKS = 8
-BUCKET_BLOCKS = 2  # over a line of 20 Mbit/s that is some seconds, and enough to be sent in parts
+FEW_BLOCKS = 2  # over a line of 20 Mbit/s that is some seconds, and enough to be sent in parts
 SLOW_BYTES_S = 20e6
 SLOW_SYNC_S = 0.1
 LOW_BYTES = 1 << 30
@@ -34,19 +34,20 @@ class _Wrong(Exception):
 def disk(asked: Asked) -> Finding:
     if asked.log_dir == os.devnull:
         return skipped("nothing is written: the log directory is /dev/null")
+    blocks = FEW_BLOCKS if asked.together else BLOCKS
     try:
         folder = _existing(os.path.abspath(asked.log_dir or tempfile.gettempdir()))
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            wrote_s = _time(lambda: _write(file.fileno()))
+            wrote_s = _time(lambda: _write(file.fileno(), blocks))
             syncs = [_time(lambda: _append(file.fileno())) for _ in range(SYNCS)]
     except OSError as failure:
         where = asked.log_dir or "the folder for temporary files"
         return fail(
-            f"{where} does not take {size(BLOCKS * BLOCK_BYTES)}: {failure.strerror}",
+            f"{where} does not take {size(blocks * BLOCK_BYTES)}: {failure.strerror}",
             f"{_SPACE} with --log-dir or TMPDIR",
         )
     sync_s = statistics.median(syncs)
-    found = [_speed(folder, BLOCKS * BLOCK_BYTES / wrote_s, "write"), _free(folder)]
+    found = [_speed(folder, blocks * BLOCK_BYTES / wrote_s, "write"), _free(folder)]
     if sync_s > SLOW_SYNC_S:
         cure = "each incident waits for one of these; put run directories on a local disk with --log-dir"
         found.append(warn(f"to make a line durable takes {sync_s:.2g} s in {folder}", cure, sync_s=round(sync_s, 6)))
@@ -55,8 +56,8 @@ def disk(asked: Asked) -> Finding:
     return combine(found)
 
 
-def _write(fd: int) -> None:
-    for block in _blocks(BLOCKS):
+def _write(fd: int, blocks: int) -> None:
+    for block in _blocks(blocks):
         view = memoryview(block)
         while view:  # a disk that is nearly full takes a part of it, and says why at the next try
             view = view[os.write(fd, view) :]
@@ -128,7 +129,7 @@ def checkpoint(asked: Asked) -> Finding:
         is_folder = "://" not in storage.url
         there = _existing(storage.url) if is_folder else ""
         try:
-            found = _exercise(storage, BLOCKS if is_folder else BUCKET_BLOCKS)
+            found = _exercise(storage, BLOCKS if is_folder and not asked.together else FEW_BLOCKS)
             if is_folder:
                 found.append(_free(storage.url))
         finally:

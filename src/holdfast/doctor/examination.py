@@ -34,7 +34,8 @@ async def preflight(
     """What a node must pass before its first world; `refusal` makes one line of it. Cancelled, it leaves nothing.
     `env` is that of the ranks."""
     checks = [check for check in CHECKS if check.before_world and (checkpoint_dir or check.name != "checkpoint")]
-    return await examine(checks, Asked(log_dir=log_dir, checkpoint_dir=checkpoint_dir), env=env, limit_s=limit_s)
+    asked = Asked(log_dir=log_dir, checkpoint_dir=checkpoint_dir, together=True)
+    return await examine(checks, asked, env=env, limit_s=limit_s)
 
 
 def refusal(findings: Sequence[Finding]) -> str:
@@ -120,7 +121,10 @@ async def _run(check: Check, asked: Asked, limit_s: float, env: Mapping[str, str
     words = os.memfd_create("holdfast-doctor", os.MFD_CLOEXEC)  # the disk may be what is broken
     answer: bytes | None = None
     try:
-        process = _start(check, asked, words, env)
+        try:
+            process = _start(check, asked, words, env)
+        except OSError as failure:
+            return fail(f"no process can be started: {failure.strerror}", "see ulimit -u and -n, and free memory")
         assert process.stdout is not None
         with process.stdout:
             try:

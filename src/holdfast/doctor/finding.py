@@ -21,6 +21,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint_dir: str = ""  # '': none is known
     log_dir: str = ""  # '': where temporary files go
+    together: bool = False  # with all other nodes of a job, so that what they share is asked for little
     ports: tuple[int, ...] = ()  # those the job will use; (): it has not said
     peer: tuple[str, int] | None = None  # host and port of a doctor that serves
     secret_file: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import random
 import signal
@@ -52,6 +53,8 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     here.beacon.enter(Phase.STARTING)  # the agent may not have known yet that there is somebody to watch
     if here.beacon.has_lease:
         _keep_to_lease(here.beacon)
+    if "HOLDFAST_CHAOS" in os.environ:
+        importlib.import_module("holdfast.chaos.inside").install()
     try:
         programs.run(request.program, request.rank)
     except SystemExit as leaving:

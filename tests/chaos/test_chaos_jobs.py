@@ -1,0 +1,41 @@
+"""What a campaign keeps of its job, and what it does to its files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.chaos import disk, job
+
+
+def test_output_is_kept_to_a_size_and_the_last_word_on_weights_counts(tmp_path: Path) -> None:
+    output = job.Output(tmp_path / "out")
+    reading, writing = os.pipe()
+    output.follow(os.fdopen(reading, "rb"))
+    [reader] = [thread for thread in threading.enumerate() if thread.name == "holdfast-output"]
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(b"final weights: early\n")
+        for number in range(3):
+            pipe.write(b"%d" % number + b"x" * 99 + b"\n")
+            pipe.write((b"y" * 99 + b"\n") * (job.MAX_OUTPUT_BYTES // 100))
+        pipe.write(b"final weights: abc\n")
+    reader.join(30)
+    assert output.digest == "abc"
+    kept = (tmp_path / "out").read_bytes()
+    assert job.MAX_OUTPUT_BYTES // 2 < len(kept) <= job.MAX_OUTPUT_BYTES + 1000
+    assert kept.endswith(b"y\nfinal weights: abc\n")
+    assert kept.startswith((b"y" * 99 + b"\n", b"1x", b"2x"))  # a whole line
+
+
+def test_nobody_elses_disk_is_filled(tmp_path: Path) -> None:
+    with pytest.raises(disk.NotHere, match="is not on a disk of its own"):
+        disk.fill(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_second_checkpoint_nothing_is_damaged(tmp_path: Path) -> None:
+    with pytest.raises(disk.NotHere, match=r"there are 0 checkpoints in .*, and 2 are needed"):
+        disk.damage(tmp_path, "bit-flip", 0.5)
