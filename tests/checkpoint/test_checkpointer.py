@@ -594,6 +594,7 @@ def test_a_failed_save_is_told_once_and_the_next_one_works(
     assert there(folder) == ["step_00000001", "step_00000003"]
 
 
+@pytest.mark.long
 def test_a_process_with_workers_is_killed_and_its_last_snapshot_is_saved(make: Make, folder: Path) -> None:
     """Its data loader forks while copies and saves are on their way, and has workers open when it is killed."""
     environment = {**os.environ, "CHECKPOINT_DIR": str(folder), "OMP_NUM_THREADS": "1"}

@@ -97,6 +97,7 @@ def test_a_shutdown_ends_all_agents(cluster: MakeCluster) -> None:
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_the_stacks_of_all_nodes_and_a_request_to_continue_change_nothing(cluster: MakeCluster) -> None:
     pair = cluster()
     job = asking(pair, "Continue", asker=1, nnodes="2")

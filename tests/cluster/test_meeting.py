@@ -69,6 +69,7 @@ def test_a_name_with_several_addresses_has_one_coordinator(cluster: MakeCluster,
     assert host.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_node_rank_is_had_once(cluster: MakeCluster) -> None:
     trio = cluster()
     trio.hold()
@@ -104,6 +105,7 @@ def test_a_machine_that_knows_itself_as_loopback_says_so_or_is_told_its_address(
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_name_may_be_known_late_and_joiners_that_time_out_harm_nothing(cluster: MakeCluster, net: MakeNet) -> None:
     network = net(3)
     trio = cluster(network)

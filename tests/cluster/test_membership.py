@@ -191,6 +191,7 @@ def test_spares_asked_for_are_held_back_until_one_is_needed(cluster: MakeCluster
     assert four.leftovers() == []
 
 
+@pytest.mark.long
 def test_last_call_waits_for_more_than_min_and_sigterm_to_all_ends_the_job(cluster: MakeCluster) -> None:
     four = cluster()
     job = Job(four, "--exit-code-from-cause", nnodes="1:4", conf="last_call_timeout=8")

@@ -187,9 +187,12 @@ BLOCKS = [block for document in GUIDES for block in blocks_of(document)]
 EXAMPLES = [block for block in BLOCKS if block.language and not block.is_set_up]
 
 
+LONG_EXAMPLES = {("chaos.md", 0), ("checkpoints.md", 2)}
+
+
 def _example(block: Block, index: int) -> ParameterSet:
     """Some are whole stories of half a minute, which other tests tell too: those are for who has the time."""
-    long = (block.document.name == "failures.md" and index > 0) or (block.document.name == "chaos.md" and index == 0)
+    long = str(block).startswith("docs/failures.md") or (block.document.name, index) in LONG_EXAMPLES
     return pytest.param(block, id=str(block), marks=[pytest.mark.long] if long else [])
 
 

@@ -162,6 +162,7 @@ def test_a_language_model_with_a_killed_rank_and_then_alone(job: Job) -> None:
     assert losses(out)[0] == first and losses(out)[1] < last
 
 
+@pytest.mark.long
 def test_a_script_without_holdfast_under_torchrun_and_under_holdfast_run(job: Job) -> None:
     flags, elsewhere = ("--standalone",), str(job.folder / "torchrun")
     while job.run(PLAIN, "2", program=TORCHRUN, flags=flags, log_dir=elsewhere) != 0:

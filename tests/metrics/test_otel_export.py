@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.observe import record
+from holdfast.observe.events import EventLog
 from holdfast.observe.metrics import families
 from holdfast.observe.otel import NoExport, export
 from metrics.told import Told, full
@@ -150,3 +155,22 @@ def test_a_source_that_fails_does_not_end_it(receiver: Receiver) -> None:
 def test_an_address_that_is_none(endpoint: str) -> None:
     with pytest.raises(NoExport, match="http://HOST:4318 is meant"):
         export(lambda: Told("r", 0.0).state, endpoint)
+
+
+def test_a_page_sends_them_where_the_variable_of_opentelemetry_says(receiver: Receiver, tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path / record.NAME), [], print, "n1:1")
+    log.emit(record.JobStarted("told", "id", 1, None, 1))
+    env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.address}
+    command = [sys.executable, "-m", "holdfast.dashboard", str(tmp_path), "--listen", "127.0.0.1:0"]
+    page = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    try:
+        _, request = receiver.got.get(timeout=WAIT_S)
+        assert "holdfast.up" in metrics_of(request)
+        log.emit(record.JobEnded("succeeded", "", 5, 1.0, 0.0))
+    finally:
+        page.terminate()
+        page.wait(WAIT_S)
+    last = request
+    while not receiver.got.empty():
+        _, last = receiver.got.get()
+    assert points_of(metrics_of(last)["holdfast.state"])[("run_id", "told"), ("state", "succeeded")] == 1.0

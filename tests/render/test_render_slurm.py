@@ -329,6 +329,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_two_agents_save_are_requeued_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     batched = Batched(tmp_path, render(read(["--nnodes=2", "train.py"]), Batch()), holdfast=False)

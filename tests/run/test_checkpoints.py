@@ -147,6 +147,7 @@ def run_pair(pair: Cluster, *args: str, env: dict[str, str], max_restarts: int =
     return [pair.wait_exit(node) for node in (0, 1)]
 
 
+@pytest.mark.long
 def test_directories_that_nodes_do_not_share(pair: Cluster, undisturbed: dict[int, str]) -> None:
     assert run_pair(pair, "5", env={}) == [1, 1]
     assert not [line for line in pair.news.seen if "step" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -132,6 +133,28 @@ def test_the_runner_is_killed_again_and_again(here: Workflows, seed: int) -> Non
     assert [begin[0] for begin in begins(text)] == ["1", "2"]
     assert re.findall(r"worker (\d)", text) == ["1", "2"]
     assert re.findall(r"step (\d+)", text)[-1] == "25"
+
+
+def test_the_runner_is_killed_as_it_writes_the_next_job_down(here: Workflows) -> None:
+    """Both tasks were to begin anew, together, and all that there is of it is a folder."""
+    runner = here.submit(train(12))
+    here.until_said("step 3")
+    runner.kill()
+    runner.wait()
+    here.slurm.run("scancel", here.job())
+    [folder] = here.home.iterdir()
+    here.until(lambda: here.slurm.run("squeue", "--noheader") == "", "its end")
+    standing = json.loads((folder / "standing.json").read_text())
+    for task in standing["tasks"].values():
+        task |= {"state": "queued", "attempt": 2, "node": ""}
+    (folder / "standing.json").write_text(json.dumps(standing))
+    (folder / "jobs" / "2").mkdir()
+    (folder / "jobs" / "2" / "job.part").write_text("{")
+    code, out, err = here.run("resume")
+    assert code == 0, out + err + here.why()
+    (_, second) = begins(here.said.read_text())
+    assert second[0] == "2" and int(second[1]) >= 3
+    assert sorted(path.name for path in (folder / "jobs").iterdir()) == ["1", "2"], "one for both"
 
 
 def test_it_is_over_before_the_runner_comes_back(here: Workflows) -> None:

@@ -29,6 +29,7 @@ def test_a_world_that_grows_and_shrinks_and_is_killed(tmp_path: Path) -> None:
     assert {len(lines) for lines in training.committed().values()} == {1, 2, 3, 4}
 
 
+@pytest.mark.long
 def test_a_global_batch_larger_than_the_dataset(tmp_path: Path) -> None:
     training = Training(tmp_path)
     flags = ("--samples=11", "--batch=64", "--epochs=3", "--memory-every=1")
@@ -41,6 +42,7 @@ def test_a_global_batch_larger_than_the_dataset(tmp_path: Path) -> None:
     assert first == 0 and second in (1, 2)  # the copy of its last step may not have been whole when it killed itself
 
 
+@pytest.mark.long
 def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     training = Training(tmp_path)
     assert training.run(World(4), "--samples=3", "--batch=4", "--epochs=2", "--plain") == 0, training.said

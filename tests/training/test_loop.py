@@ -306,6 +306,7 @@ def test_another_dataset_than_that_of_the_save_is_refused(start: Start) -> None:
         run.batches(numbers(24), 5)
 
 
+@pytest.mark.long
 def test_each_ranks_batch_is_kept_and_the_learning_rate_scaled(tmp_path: Path) -> None:
     training = Training(tmp_path)
     flags = ("--samples=53", "--batch=4", "--epochs=1", "--per-rank", "--plain", "--save-steps=1")

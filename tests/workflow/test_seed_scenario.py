@@ -14,7 +14,7 @@ import pytest
 from workflow import scenario
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("holdfast", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["holdfast", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_backend_error_on_one_of_three_nodes(tmp_path: Path, launcher: str) -> None:
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     env = {**os.environ, "HOLDFAST_WORKFLOWS": str(tmp_path / "workflows"), "PATH": path}

@@ -7,6 +7,7 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -132,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
         if not (access.is_for_us(self.headers) and access.is_from_us(self.headers)):
             self._say(HTTPStatus.FORBIDDEN, "this did not come from the page itself")
         elif not access.may_read(self.headers) or not access.may_act(self.headers):
-            self._say(HTTPStatus.UNAUTHORIZED, "the control token is wrong; it was printed at the start")
+            self._say(HTTPStatus.UNAUTHORIZED, "this is not the control token, which is in the run directory")
         elif url.path == "/drain":
             self._act(lambda live: live.agent.drain(live.state))
         elif url.path == "/kill":
@@ -169,7 +170,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, _JSON, body)
 
     def _metrics(self) -> None:
-        text = self._server.live.with_state(metrics.render)
+        text = self._server.live.with_state(lambda state: metrics.render(state, time.time()))
         self._send(HTTPStatus.OK, METRICS, text.encode())
 
     def _events(self, since: str) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import signal
 import socket
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from holdfast import linux
 from holdfast.dashboard import tokens
 from holdfast.dashboard.live import TICK_S, Live
 from holdfast.dashboard.server import Server
 
+if TYPE_CHECKING:
+    from holdfast.observe.otel import Export
+
+COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 HOST = "127.0.0.1"
 PORT = 4653  # HOLD, on the keys of a telephone
 LAST_S = 1.0  # for watchers to hear of the end
@@ -57,10 +64,30 @@ def serve(
         signal.signal(signum, lambda *_: ending.set())
     server.start()
     _announce(server, reading, run_dir)
+    exporting = _exporting(live)
     while not ending.wait(TICK_S):
         if live.update() and parent is not None:
             break
     live.close(LAST_S)
+    if exporting is not None:
+        exporting.close()
+
+
+def _exporting(live: Live) -> Export | None:
+    """The metrics, to a collector of OpenTelemetry, where its own variable names one."""
+    endpoint = os.environ.get(COLLECTOR)
+    if not endpoint:
+        return None
+    from holdfast.observe import otel
+
+    def complain(text: str) -> None:
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+    try:
+        return otel.export(lambda: live.with_state(copy.deepcopy), endpoint, complain=complain)
+    except otel.NoExport as failure:
+        complain(f"{COLLECTOR} is set, but {failure}; the page goes on without")
+        return None
 
 
 def _listening(listen: str | None, live: Live) -> Server:

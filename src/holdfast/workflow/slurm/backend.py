@@ -59,11 +59,9 @@ class Slurm:
         for given in self._jobs:
             if self._alive(given) and self._places.id(given.number) is None:
                 self._works.add(self._submit(given))
-        missing = [name for name, task in self._record.standing.tasks.items() if task.state in ALIVE]
-        for name in missing:
-            if self._job_of(name) is None:  # the runner was killed before it had even written the job down
-                task = self._record.standing.tasks[name]
-                self.do([Prepare(name, task.attempt, "", ())])
+        alive = [(name, task) for name, task in self._record.standing.tasks.items() if task.state in ALIVE]
+        # The runner was killed before it had even written their job down. Those that began together do so again.
+        self.do([Prepare(name, task.attempt, "", ()) for name, task in alive if self._job_of(name) is None])
         for name, task in self._record.standing.tasks.items():
             if task.state == STOPPING:
                 self.do([Stop(name, task.attempt, task.why)])
@@ -261,11 +259,15 @@ class Slurm:
         )
 
     def _job_of(self, name: str) -> Given | None:
-        """The last that has it, if that is of its present life."""
+        """The last that has it, if that is of its present life: its first in this job, or one since Slurm began it
+        anew."""
+        attempt = self._attempt(name)
         for given in reversed(self._jobs):
             for member in given.members:
                 if member.task == name:
-                    return given if member.attempt <= self._attempt(name) else None
+                    later = attempt - member.attempt
+                    began_anew = self._places.restarts(given.number) if later > 0 else 0
+                    return given if later in range(began_anew + 1) else None
         return None
 
     def _is_stopping(self, name: str) -> bool:

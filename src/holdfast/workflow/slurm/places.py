@@ -68,7 +68,7 @@ class Places:
     def add(self, group: str, members: tuple[Member, ...]) -> Given:
         numbers = [given.number for given in self.given()]
         given = Given(max(numbers, default=0) + 1, group, members)
-        self.job(given.number).mkdir(parents=True)
+        self.job(given.number).mkdir(parents=True, exist_ok=True)  # who made it may have been killed right there
         write(self.job(given.number) / "job.json", msgspec.json.encode(given))
         return given
 
