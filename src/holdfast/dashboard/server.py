@@ -133,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
         if not (access.is_for_us(self.headers) and access.is_from_us(self.headers)):
             self._say(HTTPStatus.FORBIDDEN, "this did not come from the page itself")
         elif not access.may_read(self.headers) or not access.may_act(self.headers):
-            self._say(HTTPStatus.UNAUTHORIZED, "this is not the control token, which is in the run directory")
+            self._say(HTTPStatus.UNAUTHORIZED, "the control token is wrong; it is in the run directory")
         elif url.path == "/drain":
             self._act(lambda live: live.agent.drain(live.state))
         elif url.path == "/kill":
