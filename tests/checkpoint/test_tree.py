@@ -37,7 +37,8 @@ def test_plain_values_come_back(value: Any) -> None:
     again = there_and_back(value)
     assert again == value
     assert type(again) is type(value)
-    assert repr(again) == repr(value)
+    if not isinstance(value, set):  # which may show the same in two ways
+        assert repr(again) == repr(value)
 
 
 def test_nan_comes_back() -> None:
