@@ -142,6 +142,8 @@ class Net:
             self._late[i].kill()
             self._late.pop(i).wait()
             _run("ip", "-n", hub, "link", "delete", f"late{i}")
+            if self._cut[i]:  # a port that comes to a bridge is open until it is told otherwise
+                _run("ip", "-n", hub, "link", "set", direct, "down")
             _run("ip", "-n", hub, "link", "set", direct, "master", "br0")
         if delay_ms:
             _batch(
@@ -160,6 +162,8 @@ class Net:
                 raise NetError(f"packets of {self.host(i)} cannot be delayed: {DELAYS} has ended; see its stderr")
             process.stdout.close()
         self._set_port(i)
+        if not delay_ms and self._cut[i]:
+            _run("ip", "-n", hub, "link", "set", direct, "up")
 
     def _set_port(self, i: int) -> None:
         """A bridge that learns nothing floods; a port without flooding gets nothing, and a locked one is not heard."""
