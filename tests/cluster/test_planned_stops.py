@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cluster.cluster import Cluster, MakeCluster
 from cluster.jobs import Job
 from harness import SCRIPTS
@@ -72,6 +74,7 @@ def test_when_one_node_leaves_all_save_the_same_step_and_the_rest_goes_on_from_i
     assert is_whole(trio)
 
 
+@pytest.mark.long
 def test_when_all_are_told_all_save_the_same_step(cluster: MakeCluster) -> None:
     """As a scheduler does it. The node that has the coordinator is the last to hear of it."""
     pair = cluster()

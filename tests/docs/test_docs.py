@@ -187,7 +187,7 @@ BLOCKS = [block for document in GUIDES for block in blocks_of(document)]
 EXAMPLES = [block for block in BLOCKS if block.language and not block.is_set_up]
 
 
-LONG_EXAMPLES = {("chaos.md", 0), ("checkpoints.md", 2)}
+LONG_EXAMPLES = {("chaos.md", 0), ("checkpoints.md", 2), ("getting-started.md", 2)}
 
 
 def _example(block: Block, index: int) -> ParameterSet:

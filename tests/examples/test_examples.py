@@ -127,6 +127,7 @@ def test_all_processes_are_killed_under_torchrun(job: Job) -> None:
     assert files(job.folder) == epochs(3, 4, 5)
 
 
+@pytest.mark.long
 def test_a_language_model_has_the_same_bits_after_a_kill(job: Job) -> None:
     """Two ranks, one of them killed, and one process that nobody disturbs."""
     job.start(CHARS, *CHARS_FLAGS, "--exact", "--kill-rank=0", "--kill-at-step=4", max_restarts=1)

@@ -74,6 +74,7 @@ def test_killed_ranks_lose_no_step(job: Job, undisturbed: dict[int, str]) -> Non
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_job_that_failed_for_good_goes_on_where_it_was(job: Job, undisturbed: dict[int, str]) -> None:
     """By the last snapshot of its last world, or by any that was saved."""
     folder = job.folder / "checkpoints"
