@@ -285,9 +285,10 @@ class Agent:
         """From the line to the coordinator."""
         self._advance(event)
         if isinstance(event, protocol.Welcome):
-            self._forwarder.begin(event.recorded)
-            if self._link is not None and self._link.hosts:
+            if self._link is not None and self._link.hosts:  # whose record is this node's own
                 self._page.start()
+            else:
+                self._forwarder.begin(event.recorded)
         elif isinstance(event, acts.ContactLost):
             self._forwarder.end()
             self._page.close()
