@@ -23,10 +23,10 @@ def write(folder: Path, text: str) -> str:
 def test_the_examples_can_be_read() -> None:
     short = plan.read(str(ROOT / "examples" / "chaos" / "plan.toml"))
     assert [due.kind.name for due in plan.draw(short, short.seed)[:3]] == ["kill", "exception", "out-of-memory"]
-    campaign = plan.read(str(ROOT / "examples" / "chaos" / "campaign.toml"))
-    assert plan.total(campaign) == 1000
-    on_one_machine = {name for name, kind in KINDS.items() if "nodes" not in kind.needs}
-    assert plan.kinds_of(campaign) == on_one_machine
+    names = ("campaign", "campaign-nodes", "campaign-etcd")
+    campaigns = [plan.read(str(ROOT / "examples" / "chaos" / f"{name}.toml")) for name in names]
+    assert sum(map(plan.total, campaigns)) == 1000
+    assert {name for campaign in campaigns for name in plan.kinds_of(campaign)} == KINDS.keys()
 
 
 def test_a_seed_draws_the_same_faults_and_another_one_others(tmp_path: Path) -> None:

@@ -7,7 +7,19 @@ import random
 import pytest
 
 from holdfast.workflow import deciding
-from holdfast.workflow.deciding import Begin, Cancel, Ended, Placed, Prepare, Prepared, Progressed, Requeued, Stop, Tick
+from holdfast.workflow.deciding import (
+    PATIENCE_S,
+    Begin,
+    Cancel,
+    Ended,
+    Placed,
+    Prepare,
+    Prepared,
+    Progressed,
+    Requeued,
+    Stop,
+    Tick,
+)
 from holdfast.workflow.spec import RESCHEDULE, ExitActions, Group, Input, Resource, Task, Workflow
 from holdfast.workflow.standing import (
     ALIVE,
@@ -257,7 +269,8 @@ def test_what_is_not_the_nodes_fault_sets_none_aside() -> None:
 def test_the_one_to_blame_is_set_aside_whoever_is_first_to_say_so() -> None:
     """All nodes of a job end with the same code; one of them knows that it was the cause."""
     flow = running(group(ignore_nonlead=False), nodes=(*NODES, Node("n4", 4)))
-    flow.tell(Ended("g2", 1, 3, blames=False))
+    stops = flow.tell(Ended("g2", 1, 3, blames=False))
+    assert stops == [Stop(name, 1, "begins anew with g2", PATIENCE_S) for name in ("g0", "g1")]
     flow.tell(Ended("g1", 1, 143, blames=True))  # it was told to stop in the middle of its end
     flow.tell(Ended("g0", 1, 3, blames=False))
     assert list(flow.stands.aside) == ["n2"]

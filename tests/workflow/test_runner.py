@@ -65,6 +65,30 @@ def test_a_task_that_is_rescheduled_goes_on_from_its_checkpoint_on_another_node(
     assert not (Path("/tmp") / "marker").exists()
 
 
+def test_who_is_about_to_say_that_it_is_to_blame_is_waited_for(here: Here) -> None:
+    path = here.file("""
+        workflow:
+          name: train
+          groups:
+          - name: g
+            ignoreNonleadStatus: false
+            tasks:
+            - name: master
+              lead: true
+              command: [bash, -c]
+              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; sleep 0.3; echo -n elsewhere > $HOLDFAST_VERDICT; exit 3"]
+              exitActions: {RESCHEDULE: 3}
+            - name: worker
+              command: [bash, -c]
+              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; sleep 1; echo -n here > $HOLDFAST_VERDICT; exit 3"]
+              exitActions: {RESCHEDULE: 3}
+    """)
+    code, out, err = here.run("submit", str(path), "--nodes", "3")
+    assert code == 0, out + err
+    assert "worker stopping on node-2, attempt 1: begins anew with master" in out
+    assert list(here.status()["nodes_set_aside"]) == ["node-2"]
+
+
 def test_exit_codes_and_logs(here: Here) -> None:
     path = here.file("""
         workflow:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.chaos import disk, plan, verdict, weights
-from holdfast.chaos.conductor import ENDED, Conductor
+from holdfast.chaos.conductor import ENDED, LAST, Conductor
 from holdfast.chaos.hands import Etcd, Hands, Links
 from holdfast.chaos.inside import VARIABLE
 from holdfast.chaos.job import Job
@@ -24,7 +24,7 @@ from holdfast.chaos.kinds import ETCD, KINDS, ROOT, Hand
 from holdfast.chaos.plan import Plan, Wrong
 from holdfast.chaos.verdict import WEIGHTS, Verdict, Weights
 
-TWIN = "HOLDFAST_CHAOS_TWIN"  # set in the twin, for a program that paces itself
+OVER = "HOLDFAST_CHAOS_OVER"  # names what is there once no fault is left to come, for a program that paces itself
 VERDICT = "verdict.json"
 UNLIMITED = 1_000_000
 POLL_S = 0.1
@@ -94,7 +94,7 @@ def _run_twin(folder: Path, argv: Sequence[str], nodes: int, say: Say, stop: Sto
     say("the undisturbed twin runs first")
     checkpoints = folder / "twin" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    env = {**_environment(checkpoints), TWIN: "1"}
+    env = {**_environment(checkpoints), OVER: str(checkpoints)}
     job = Job(folder / "twin", _command(argv, nodes, None), env, nodes)
     began_s = time.monotonic()
     job.begin()
@@ -127,7 +127,7 @@ def _run_job(folder: Path, planned: Plan, seed: int, argv: Sequence[str], say: S
                 raise Failed(str(why)) from None
         links = _links(planned, undo)
         etcd = _etcd(folder, planned, undo)
-        env = {**_environment(checkpoints), VARIABLE: str(folder / "orders.json")}
+        env = {**_environment(checkpoints), VARIABLE: str(folder / "orders.json"), OVER: str(folder / LAST)}
         if links is not None:
             env["GLOO_SOCKET_IFNAME"] = "eth0"  # names lead to the machine's own loopback in there
         endpoint = etcd.endpoints if etcd is not None else ""

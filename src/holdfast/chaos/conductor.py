@@ -20,6 +20,7 @@ from holdfast.chaos.plan import Due
 from holdfast.observe import record
 
 ENDED = "ended.json"
+LAST = "last"  # a file that is there once the job has come through the last fault
 TICK_S = 0.02
 LOOK_S = 0.1  # between two questions to an agent
 STEPS_APART = 50  # a fault by time leaves so many before one at a step: two in one world are no measure of either
@@ -141,6 +142,8 @@ class Conductor:
             self._wait_for(self._active, now_s)
         elif self._began_s is not None and self._settled() and (due := self._next(now_s)) is not None:
             self._strike(due, now_s)
+        if not self._waiting and not self._armed and self._active is None:
+            (self._folder / LAST).touch()
 
     def _take_armed(self) -> None:
         """A rank has done what it was told for a step: that is waited for as any other."""

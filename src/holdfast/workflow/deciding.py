@@ -33,6 +33,7 @@ from holdfast.workflow.standing import (
 
 BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
+PATIENCE_S = 5.0
 
 # -- what happens -----------------------------------------------------------------------------------------------------
 
@@ -109,11 +110,12 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End a life; its end is told like any other."""
+    """End a life; its end is told like any other. `patience_s`: it is likely to end by itself within this."""
 
     task: str
     attempt: int
     why: str
+    patience_s: float = 0.0
 
 
 Action = Prepare | Begin | Stop
@@ -253,7 +255,9 @@ class _Deciding:
         elif action == RESCHEDULE:
             if event.blames is not False:
                 self._set_aside(task, f"{spec.name}: {said}")
-            self._reschedule(group, spec, task, said)
+            # The nodes of a job end together. If this one is not to blame, another is about to say that it is.
+            patience_s = PATIENCE_S if event.blames is False and code is not None else 0.0
+            self._reschedule(group, spec, task, said, patience_s)
         elif action == COMPLETE:
             task.state, task.why = COMPLETED, said
             if spec.lead:
@@ -294,7 +298,7 @@ class _Deciding:
             elif task.state == WAITING:
                 task.state, task.why = state, why
 
-    def _reschedule(self, group: Group, spec: Task, task: TaskStands, why: str) -> None:
+    def _reschedule(self, group: Group, spec: Task, task: TaskStands, why: str, patience_s: float) -> None:
         if task.rescheduled >= spec.max_reschedules:
             times = f"{task.rescheduled} reschedules" if task.rescheduled != 1 else "1 reschedule"
             self._fail(group, spec, task, f"{why}, after {times} without progress" if task.rescheduled else why)
@@ -311,14 +315,14 @@ class _Deciding:
             for other in group.tasks:
                 beside = self._stands.tasks[other.name]
                 if beside.state in (QUEUED, PREPARING, READY, RUNNING):
-                    self._stop(other, WAITING, f"begins anew with {spec.name}")
+                    self._stop(other, WAITING, f"begins anew with {spec.name}", patience_s)
                 elif beside.state in ENDED:  # it had done its part of what is now done again
                     beside.state, beside.why = WAITING, f"begins anew with {spec.name}"
 
-    def _stop(self, spec: Task, after: str, why: str) -> None:
+    def _stop(self, spec: Task, after: str, why: str, patience_s: float = 0.0) -> None:
         task = self._stands.tasks[spec.name]
         if task.state != STOPPING:
-            self.actions.append(Stop(spec.name, task.attempt, why))
+            self.actions.append(Stop(spec.name, task.attempt, why, patience_s))
         task.state, task.after, task.why = STOPPING, after, why
 
     # -- what is due --------------------------------------------------------------------------------------------------

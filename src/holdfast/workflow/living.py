@@ -153,9 +153,10 @@ class Living:
         }
         self._shell = self._life.start(command, {**os.environ, **ours, **known.environment, **given})
 
-    async def stop(self) -> None:
-        """Told once it lives; what it does within the grace is its own."""
+    async def stop(self, patience_s: float = 0.0) -> None:
+        """Told once it lives, and has not ended by itself; what it does within the grace is its own."""
         await self._begun.wait()
+        await self._over_within(patience_s)
         end_s = time.monotonic() + GRACE_S
         wait_s = ASK_S
         while not self._over.is_set():

@@ -45,8 +45,8 @@ class Local:
                     self._works.add(self._prepare(name, attempt))
                 case Begin(name, attempt):
                     self._begin(name, attempt)
-                case Stop(name, attempt):
-                    self._works.add(self._stop(name, attempt))
+                case Stop(name, attempt, _, patience_s):
+                    self._works.add(self._stop(name, attempt, patience_s))
 
     def _begin(self, name: str, attempt: int) -> None:
         living = self._lives[name, attempt] = self._living(name, attempt)
@@ -64,11 +64,11 @@ class Local:
         self._tell(await living.live())
         del self._lives[name, attempt]
 
-    async def _stop(self, name: str, attempt: int) -> None:
+    async def _stop(self, name: str, attempt: int, patience_s: float = 0.0) -> None:
         if (living := self._lives.get((name, attempt))) is None:
             self._tell(Ended(name, attempt, 143, "stopped before it began"))
         else:
-            await living.stop()
+            await living.stop(patience_s)
 
     def _say(self, text: str) -> None:
         """From any thread."""

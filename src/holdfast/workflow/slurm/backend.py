@@ -72,8 +72,8 @@ class Slurm:
             match action:
                 case Prepare(name, attempt):
                     begin.setdefault(self._group_of(name), []).append(Member(name, attempt))
-                case Stop(name, attempt):
-                    self._stop(name, attempt)
+                case Stop(name, attempt, _, patience_s):
+                    self._stop(name, attempt, patience_s)
         for group, members in begin.items():
             given = self._places.add(group, tuple(members))
             self._jobs.append(given)
@@ -116,11 +116,11 @@ class Slurm:
         for member in given.members:
             self._tell(Ended(member.task, self._attempt(member.task), None, text, blames=False))
 
-    def _stop(self, name: str, attempt: int) -> None:
+    def _stop(self, name: str, attempt: int, patience_s: float) -> None:
         """By a letter, or, where it still waits in the queue, by taking it out of that."""
         life = self._places.life(name, attempt)
         life.mkdir(parents=True, exist_ok=True)
-        write(life / "stop", b"")
+        write(life / "stop", f"{patience_s:g}".encode())
         self._post.send(Stop(name, attempt, ""), life / "address")
         if (given := self._job_of(name)) is None:
             return

@@ -101,8 +101,8 @@ class _Task:
         if (self._shared / "drain").exists():
             self._ordered = True
             self._stop()
-        elif (self._shared / "stop").exists():
-            self._stop()
+        elif (stop := self._shared / "stop").exists():
+            self._stop(float(stop.read_text()))
         return self._stopping is not None
 
     async def _look_often(self) -> None:
@@ -110,9 +110,9 @@ class _Task:
             await asyncio.sleep(LOOK_S)
             self._look()
 
-    def _stop(self) -> None:
+    def _stop(self, patience_s: float = 0.0) -> None:
         if self._stopping is None:
-            self._stopping = asyncio.create_task(self._living.stop())
+            self._stopping = asyncio.create_task(self._living.stop(patience_s))
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
