@@ -217,10 +217,14 @@ def test_an_old_answer_of_the_queue_says_nothing_of_a_job_that_came_after_it(her
     assert here.status()["tasks"]["master"]["attempt"] == 1
 
 
-def test_a_node_goes_down(here: Workflows) -> None:
-    """Slurm requeues the job by itself; it goes on where it was, elsewhere."""
-    runner = here.submit(train(30))
+@pytest.mark.parametrize("hears", ["all", "the program first"])
+def test_a_node_goes_down(here: Workflows, hears: str) -> None:
+    """Slurm requeues the job by itself; it goes on where it was, elsewhere. It tells all processes on the node to end,
+    one after the other."""
+    first = "[ $HOLDFAST_ATTEMPT = 1 ] || exec sleep 300; while [ ! -e SAID.end ]; do sleep 0.1; done; kill -TERM $$"
+    runner = here.submit(train(30, first) if hears == "the program first" else train(30))
     here.until_said("step 4")
+    here.said.with_suffix(".end").touch()
     here.slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     code, said = here.end_of(runner)
     assert code == 0, said + here.why()

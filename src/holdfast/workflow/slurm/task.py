@@ -6,6 +6,7 @@ Which one it is SLURM_PROCID says. Its /tmp is on the node; what others have to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -26,6 +27,8 @@ from holdfast.workflow.slurm.letters import Letter, Post
 from holdfast.workflow.slurm.places import ALLOCATION, Allocation, Places
 
 LOOK_S = 5.0  # for a letter that was lost
+ORDER_S, PERHAPS_S = 3.0, 0.2
+KILLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 def main() -> int:
@@ -47,7 +50,7 @@ class _Task:
         self._living = Living(
             submitted, places.folder, self._name, self._attempt, self._life, lambda: known, self._tell, self._say
         )
-        self._ordered = False  # by Slurm, to end
+        self._ordered, self._told = False, asyncio.Event()  # by Slurm, to end
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self, phase: str) -> int:
@@ -74,6 +77,11 @@ class _Task:
             ended = Ended(self._name, self._attempt, 143, "stopped before it began")
         else:
             ended = await self._living.live()
+        if self._stopping is None and not self._ordered:
+            # Slurm tells all processes of a step to end, one after the other, and this one may be the last to hear it.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ORDER_S if ended.code in KILLED else PERHAPS_S):
+                    await self._told.wait()
         looking.cancel()
         listening.close()
         if not self._ordered:  # else Slurm knows what comes next
@@ -95,6 +103,7 @@ class _Task:
     def _end_by_slurm(self) -> None:
         """By scancel, a preemption or a limit. Slurm has told all that it has started, too, and kills in the end."""
         self._ordered = True
+        self._told.set()
 
     def _look(self) -> bool:
         """Whether it was told to end."""
