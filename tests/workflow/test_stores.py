@@ -124,6 +124,25 @@ def run_with_store_down(here: Here, s3: S3, for_s: float, train_s: float) -> Non
     assert out.count("running") == 1 and "0 reschedules" in out
 
 
+@pytest.mark.long
+def test_a_file_that_is_being_written_says_nothing_of_a_store(here: Here, s3: S3) -> None:
+    """It is left for later, and whether the store is back is not known by that."""
+    waits = [f"until [ -e OUT/go{number} ]; do sleep 0.05; done; " for number in range(4)]
+    script = f"{waits[0]}echo 1 > /tmp/m/step; {waits[1]}exec 3>>/tmp/m/step; {waits[2]}exec 3>&-; {waits[3]}"
+    text = TRAINS[: TRAINS.index("read x")] + script + TRAINS[TRAINS.index('"]') :]
+    runner = here.start("submit", str(here.file(text)))
+    here.until(lambda: s3.content("m/step") is not None)
+    s3.fail("503", 1, 1_000_000)
+    for number in range(3):
+        (here.outside / f"go{number}").touch()
+        time.sleep(3.0)  # for a try or two
+    s3.forget()
+    (here.outside / "go3").touch()
+    out, err = runner.communicate(timeout=WAIT_S)
+    assert runner.returncode == 0, out + err
+    assert len(err.splitlines()) == 2 and "; after" in err.splitlines()[1], err
+
+
 def test_a_store_that_is_down_for_a_while(here: Here, s3: S3) -> None:
     run_with_store_down(here, s3, 3.0, 1.5)
 

@@ -216,7 +216,8 @@ class Living:
         except (OSError, CheckpointError) as failure:
             self._fails(what, failure)
             return str(failure)
-        self._works(what, "it is uploaded")
+        if not done.left_out:  # a file that is being written is not asked for, and nothing is known then
+            self._works(what, "it is uploaded")
         if done.files:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             self._tell(Progressed(self._task.name, self._attempt, now))
