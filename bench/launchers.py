@@ -25,7 +25,7 @@ class Launcher:
 
 
 def holdfast() -> Launcher:
-    return Launcher("holdfast run", (str(Path(sys.executable).parent / "holdfast"), "run"))
+    return Launcher("holdfast run", (sys.executable, "-m", "holdfast", "run"))
 
 
 def torchrun(shared_store: bool) -> Launcher:

@@ -84,6 +84,7 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--restart-refill": ("restart_refill", None),
     "--restart_refill": ("restart_refill", None),
     "--spares": ("spares", 0),
+    "--standby": ("standby", 0),
     "--on-straggler": ("on_straggler", "warn"),
     "--on_straggler": ("on_straggler", "warn"),
     "--dashboard": ("dashboard", None),

@@ -23,14 +23,18 @@ from holdfast.control.acts import (
     HelpersReady,
     Hung,
     KeeperLost,
+    Leave,
+    Left,
     Opened,
     Paced,
     PeekAsked,
     PrepareHelpers,
     Run,
     Started,
+    Stays,
     Stepped,
     StopRequested,
+    Stumbled,
     TimerFired,
 )
 from holdfast.control.causes import Kind, RankExit
@@ -60,6 +64,7 @@ class Walk:
         self._unstarted = False
         self._helpers_starting = True
         self._dumps: list[Queued] = []
+        self._leaves: set[int] = set()  # ranks that were told to
         self._generation = -1
         self._steps: dict[int, int] = {}  # by generation
         self.overlaps: list[Run] = []
@@ -93,7 +98,10 @@ class Walk:
                     self._generation = world.generation
                     self._live = set(range(self._ranks))
                     self._unstepped = set(self._live)
+                    self._leaves = set()
                     self._unstarted = True
+                case Leave(ranks=ranks):
+                    self._leaves.update(ranks)
                 case DumpStacks(generation=generation, show=show):
                     places = tuple(Group((rank,), 1, "train.py:7 step") for rank in sorted(self._live))
                     self._dumps.append(Dumped(generation, places, show))
@@ -115,6 +123,10 @@ class Walk:
             yield 0.2, self._hang
             yield 0.05, lambda: Asked(generation, min(self._live), self._random.choice(ACTIONS), "ECC errors")
             yield 2.0, self._pace
+            yield 2.0, lambda: Stays(generation, self._random.choice(sorted(self._live)))
+            yield 0.2, lambda: Stumbled(generation, min(self._live), self.job.now_s, "connection closed by peer")
+        if self._live & self._leaves:
+            yield 4.0, self._leave
         if self._dumps:
             yield 3.0, lambda: self._dumps.pop(self._random.randrange(len(self._dumps)))
         yield 0.1, lambda: PeekAsked(1)
@@ -126,6 +138,11 @@ class Walk:
             yield 0.5, lambda: timers.pop(self._random.randrange(len(timers)))
         if generation > 0:
             yield 0.3, self._old_news
+
+    def _leave(self) -> Queued:
+        rank = self._random.choice(sorted(self._live & self._leaves))
+        self._live.discard(rank)
+        return Left(self._generation, rank, self._steps.get(self._generation, 0))
 
     def _pace(self) -> Queued:
         slow_s = self._random.choice([0.1, 0.5, 0.5])

@@ -247,7 +247,9 @@ def test_a_fixed_port_is_used_by_every_world(job: Job) -> None:
     with_port = ("--master-port=29517",)
     faults = [json.dumps({"rank": 1, "step": s, "how": "SIGKILL", "generations": [s - 2]}) for s in (2, 3, 4)]
     script = job.folder / "prints_port.py"
-    script.write_text(TRAINS.read_text().replace("\nmain()", "\nprint(os.environ['MASTER_PORT'], flush=True)\nmain()"))
+    script.write_text(
+        TRAINS.read_text().replace("\nmain()", "\nos.write(1, os.environ['MASTER_PORT'].encode() + b'\\n')\nmain()")
+    )
     assert job.run(script, "8", *faults, max_restarts=3, flags=with_port) == 0
     assert job.out.split() == ["29517"] * 8
     assert len(job.incidents()) == 3

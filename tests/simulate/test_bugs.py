@@ -21,7 +21,7 @@ FIRST = {
     "ranks_left_behind": 60,
     "hang_ignored": 30,
     "waiting_blamed": 30,
-    "sleep_blamed": 55,
+    "sleep_blamed": 200,
     "end_not_written": 70,
     "launch_without_welcome": 5740,
     "dump_awaited": 165,

@@ -182,7 +182,8 @@ class Agent:
         self._at_end.callback(self._monitors.close)
         self._stage = Stage(
             self._loop, options, self._helpers, self._planner, self._env, self._threads, self._records, plumbing, logs,
-            self._monitors, listener, self._from_rank, self._refuse,
+            self._monitors, listener, self._from_rank, self._refuse, self._started,
+            lambda ready: self._advance(acts.StandsBy(ready)),
         )  # fmt: skip
         self._at_end.callback(self._stage.close)
         self._page = Page(options.dashboard, run_dir.path, self.say)
@@ -310,17 +311,27 @@ class Agent:
                 self._events.emit(record.ZygoteNotGrown(refused))
             case messages.NotReady(reason=reason):
                 self._refuse(reason)
+            case messages.Forked(token=token, pid=pid) if token < 0 and self._stage is not None:
+                self._stage.standbys.forked(token, pid)
+            case messages.NotForked(token=token) if token < 0 and self._stage is not None:
+                self._stage.standbys.not_forked(token)
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
-                    generation = self._world.world.generation
-                    self._events.emit(record.WorldStarted(generation, self._world.pids()))
-                    self._advance(acts.Started(generation))
+                    self._started(self._world)
             case messages.NotForked(token=token, reason=reason) if self._world is not None:
                 self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
-            case messages.Exited() if self._world is not None:
+            case messages.Exited(pid=pid) if self._world is not None and self._world.has(pid):
                 self._process_ended(self._world, self._world.exited(message))
+            case messages.Exited(pid=pid) if self._stage is not None:
+                self._stage.exited(pid)
             case messages.LogsPlanned():
                 self._planner.answered(message)
+
+    def _started(self, running: RunningWorld) -> None:
+        """All its ranks have a process."""
+        generation = running.world.generation
+        self._events.emit(record.WorldStarted(generation, running.pids()))
+        self._advance(acts.Started(generation))
 
     def _zygote_ready(self, ready: messages.Ready) -> None:
         if self._helpers_ready:
@@ -337,9 +348,13 @@ class Agent:
         """Once all ranks train, have the processes of a next world forked: its ranks, and its store keeper."""
         if self._node is not None and len(self._node.stepped) == self._node.hello.local_size:
             self._helpers.request(messages.Park(self._node.hello.local_size + 1))
+            if self._stage is not None:
+                self._stage.stand_by()
 
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
+        if self._stage is not None:
+            self._stage.standbys.clear()
         if self._node is None:
             self._refuse(f"{what} before any worker started", elsewhere=True)
         self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))
@@ -363,6 +378,14 @@ class Agent:
                     self._learned = True
                     names = zlib.decompress(modules).decode().split("\n")
                     self._helpers.learn(tuple(filter(None, names)))
+            case messages.Stays(rank=rank, generation=generation):
+                self._advance(acts.Stays(generation, rank))
+            case messages.Stumbled(rank=rank, generation=generation, at_s=at_s, headline=headline):
+                self._advance(acts.Stumbled(generation, rank, at_s, headline))
+            case messages.Left(rank=rank, generation=generation):
+                if self._world is not None and self._world.world.generation == generation:
+                    self._monitors.exited(rank)
+                    self._advance(acts.Left(generation, rank, *self._world.left(rank)))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit(record.RankRaised(generation, rank, headline))
             case messages.Trained(step=step, epoch=epoch, loss=loss, samples_per_s=pace, left=left):
@@ -383,6 +406,10 @@ class Agent:
                 self._prepare_helpers()
             case acts.Run(world=world, learned=learned):
                 self._stage.run(world, learned)
+            case acts.Leave(ranks=ranks, why=why, boundary=boundary):
+                self._events.emit(record.RanksLeave(ranks, why, boundary))
+                if self._world is not None:
+                    self._world.leave(ranks, why, boundary)
             case acts.DumpStacks():
                 self._monitors.dump(action)
             case acts.Agree(heard=heard):

@@ -68,6 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     event_handler: str = "null"
     dashboard: str | None = None  # [HOST:]PORT
     preflight: bool = False
+    standby: int = 0  # processes that wait to be ranks
     resume: str = ""  # which checkpoint the job begins with; '': the latest
     ft: FaultToleranceConfig = FaultToleranceConfig()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Callable, Mapping
 
+from holdfast import linux
 from holdfast.agent import preflight
 from holdfast.agent.log_plugins import LogPlanner
 from holdfast.agent.logs import Destination, Logs, Plumbing
@@ -13,12 +15,13 @@ from holdfast.agent.memory import OomWatch
 from holdfast.agent.monitors import Monitors
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
-from holdfast.agent.world import RunningWorld
+from holdfast.agent.standby import Standbys
+from holdfast.agent.world import RunningWorld, Stayer
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import World
 from holdfast.observe.record import WorldLaunched
 from holdfast.wire import messages
-from holdfast.wire.snapshots import DOORBELL, RESUME
+from holdfast.wire.snapshots import DOORBELL, RESUME, STANDBY, STAYED
 
 
 class Stage:
@@ -37,6 +40,8 @@ class Stage:
         listener: socket.socket | None,
         on_report: Callable[[messages.Report | None], None],
         on_refused: Callable[[str], None],
+        on_up: Callable[[RunningWorld], None],
+        on_standby: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._options = options
@@ -51,14 +56,24 @@ class Stage:
         self._listener = listener  # where this node would keep the next world's store
         self._on_report = on_report
         self._on_refused = on_refused
+        self._on_up = on_up  # where nobody had to be forked
         self._oom = OomWatch()
         self._lease_until_s = 0.0
         self._destinations: dict[int, Destination] = {}
+        self._stayers: dict[int, Stayer] = {}  # by local rank
+        self.standbys = Standbys(loop, options, helpers, env, plumbing, records.events.emit, on_standby)
         self.world: RunningWorld | None = None
 
     def run(self, world: World, learned: str) -> None:
         """Start the ranks of a world, with the timeouts that earlier ones have agreed on."""
         self.clear()
+        for local_rank, stayer in list(self._stayers.items()):
+            if stayer.only not in (None, (world.first_rank + local_rank, world.size)):
+                linux.signal_session(stayer.pid, signal.SIGKILL)
+                self._stayers.pop(local_rank).close()
+        for local_rank in range(world.local_size) if world.stayed else ():
+            if local_rank not in self._stayers and (standby := self.standbys.take(local_rank)) is not None:
+                self._stayers[local_rank] = standby
         self._records.events.emit(
             WorldLaunched(
                 generation=world.generation,
@@ -69,6 +84,7 @@ class Stage:
                 group_size=world.group_size,
                 master=f"{world.master_addr}:{world.master_port}",
                 local_size=world.local_size,
+                stayed=tuple(world.first_rank + local_rank for local_rank in sorted(self._stayers)),
             )
         )
         listener: socket.socket | None = None
@@ -83,7 +99,9 @@ class Stage:
             self._on_report,
             self._lease_until_s,
             self._options.ranks_config(learned),
+            self._stayers,
         )
+        self._stayers = {}
         self._monitors.begin(running)
         if self._options.logs_plugin is None:
             self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
@@ -97,12 +115,15 @@ class Stage:
         running.launch(
             self._options, self._env, destinations, self._plumbing, folder, self._threads, self._own_env(running.world)
         )
+        if running.is_up():
+            self._loop.call_soon(self._on_up, running)
 
     def _own_env(self, world: World) -> dict[str, str]:
         """What ranks get from us beside torchrun's variables, whatever this agent was started with."""
         # Only the first world begins where the user says; the next ones go on from there.
         resume = self._options.resume if world.ordinal == 0 else ""
-        return {DOORBELL: self._monitors.doorbell, RESUME: resume}
+        stayed = "1" if world.stayed else ""
+        return {DOORBELL: self._monitors.doorbell, RESUME: resume, STAYED: stayed, STANDBY: ""}
 
     async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
         try:
@@ -133,11 +154,27 @@ class Stage:
         """The world's ranks are gone; so goes the rest of it."""
         if self.world is not None:
             self._monitors.end()
-            self.world.close(free_port=bool(self._options.master_port))
+            self._stayers |= self.world.close(free_port=bool(self._options.master_port))
             self._plumbing.end_world()
             self.world = None
 
+    def stand_by(self) -> None:
+        """The ranks train: there is time to start processes that wait."""
+        if self._options.standby and self.world is not None:
+            world = self.world.world
+            self.standbys.fill(world, self._threads, self._own_env(world))
+
+    def exited(self, pid: int) -> None:
+        """Perhaps one that waited for a place."""
+        self.standbys.exited(pid)
+        for local_rank, stayer in list(self._stayers.items()):
+            if stayer.pid == pid:
+                self._stayers.pop(local_rank).close()
+
     def close(self) -> None:
         self._oom.close()
+        self.standbys.clear()
+        for stayer in self._stayers.values():
+            stayer.close()
         if self._listener is not None:
             self._listener.close()

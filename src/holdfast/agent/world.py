@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,19 @@ def _queue_length() -> int:
 QUEUE_LENGTH = _queue_length()
 
 
+class Stayer(NamedTuple):
+    """A process that has left its world, and waits to be a rank of the next one."""
+
+    pid: int
+    seat: channel.Channel[messages.Report]
+    output: RankOutput  # its streams, until it has others
+    only: tuple[int, int] | None = None  # the rank, and the size of a world, that it can have; None: any
+
+    def close(self) -> None:
+        self.seat.close()
+        self.output.close()
+
+
 class RunningWorld:
     """Owns everything that ends with its world. The store is kept where `listener` is, on the first of its nodes."""
 
@@ -50,6 +64,7 @@ class RunningWorld:
         on_report: Callable[[messages.Report | None], None],  # None: a poke may have found no room
         lease_until_s: float = 0.0,
         config: bytes = b"",
+        stayers: Mapping[int, Stayer] | None = None,  # by local rank
     ) -> None:
         self.world = world
         self._loop = loop
@@ -60,6 +75,10 @@ class RunningWorld:
         self._beacon_fd, self.pages = pages.make(world.local_size, config)
         self._stacks: dict[int, int] = {}  # by local rank: where its stacks can be read when it is asked for them
         self._processes = world.local_size + (listener is not None)
+        self._stayers = dict(stayers or {})
+        self._seats: dict[int, channel.Channel[messages.Report]] = {}
+        self._left: set[int] = set()  # local ranks that stay
+        self._as_they_are: set[int] = set()  # those of them that can be no other rank
         if lease_until_s:
             self.lease(lease_until_s)
         self._reports, self._report_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -67,7 +86,7 @@ class RunningWorld:
         self._decoder: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
         self._loop.add_reader(self._reports.fileno(), self.read_reports)
         self._raised: dict[int, messages.Raised] = {}
-        self._left: dict[int, messages.Leaving] = {}
+        self._leaving: dict[int, messages.Leaving] = {}
         self._outputs: dict[int, RankOutput] = {}
         self._pids: dict[int, int] = {}  # by local rank
         self._pending_signal: int | None = None
@@ -102,22 +121,20 @@ class RunningWorld:
             ends = output.descriptors()
             program = substitute(options.program, local_rank)
             self._stacks[local_rank], asked_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._helpers.request(
-                messages.ForkWorker(
-                    token=self._token(local_rank),
-                    program=program,
-                    rank=rank,
-                    world_size=world.size,
-                    generation=world.generation,
-                    slot=local_rank,
-                    env=env,
-                    stdio=tuple(ends),
-                    title=f"{program_name(program)} [holdfast rank {rank}/{world.size} generation {world.generation}]",
-                    threads=threads,
-                    numa=options.numa_binding,
-                ),
-                [self._report_end.fileno(), self._beacon_fd, asked_end, *ends.values()],
+            place = messages.ForkWorker(
+                token=self._token(local_rank),
+                program=program,
+                rank=rank,
+                world_size=world.size,
+                generation=world.generation,
+                slot=local_rank,
+                env=env,
+                stdio=tuple(ends),
+                title=f"{program_name(program)} [holdfast rank {rank}/{world.size} generation {world.generation}]",
+                threads=threads,
+                numa=options.numa_binding,
             )
+            self._seat(local_rank, place, [self._report_end.fileno(), self._beacon_fd, asked_end], list(ends.values()))
             os.close(asked_end)
             output.start()
         if self._listener is not None:
@@ -128,6 +145,40 @@ class RunningWorld:
             )
             self._listener.close()
         self._report_end.close()
+
+    def _seat(self, local_rank: int, place: messages.ForkWorker, fds: list[int], streams: list[int]) -> None:
+        """Have a process be that rank: one that has stayed, or a new one."""
+        if (stayer := self._stayers.get(local_rank)) is not None:
+            if 1 not in place.stdio:  # it writes to the console itself, from now on at least
+                place = msgspec.structs.replace(place, stdio=(1, *place.stdio))
+                streams = [1, *streams]
+            with contextlib.suppress(channel.ChannelClosed, BlockingIOError):  # then its end is seen, as any other's
+                stayer.seat.send(place, [*fds, *streams])
+            self._seats[local_rank], self._pids[local_rank] = stayer.seat, stayer.pid
+            return
+        ours, theirs = channel.pair()
+        self._seats[local_rank] = channel.Channel(ours, messages.Report)
+        self._seats[local_rank].setblocking(False)
+        self._helpers.request(place, [*fds, theirs.fileno(), *streams])
+        theirs.close()
+
+    def leave(self, ranks: tuple[int, ...], why: str, boundary: bool) -> None:
+        """Have ranks leave this world, and stay."""
+        for rank in ranks:
+            with contextlib.suppress(channel.ChannelClosed, BlockingIOError):  # then it does not leave, and is killed
+                self._seats[rank - self.world.first_rank].send(messages.Leave(self.world.generation, why, boundary))
+
+    def left(self, rank: int) -> tuple[int | None, int]:
+        """A rank has; the steps it had done, and those of its optimizer before."""
+        local_rank = rank - self.world.first_rank
+        self._left.add(local_rank)
+        page = self.pages[local_rank]
+        return page.steps, page.base
+
+    @property
+    def stayed(self) -> tuple[int, ...]:
+        """The ranks that were in an earlier world, too."""
+        return tuple(self.world.first_rank + local_rank for local_rank in sorted(self._stayers))
 
     def lease(self, until_s: float) -> None:
         """Let the ranks step until then."""
@@ -158,9 +209,16 @@ class RunningWorld:
         self._pids[local_rank] = pid
         if self._pending_signal is not None and local_rank != KEEPER:
             linux.signal_session(pid, self._pending_signal)
+        return self.is_up()
+
+    def is_up(self) -> bool:
+        """Whether all have a process."""
         if len(self._pids) == self._processes:
             self.all_forked.set()
         return self.all_forked.is_set()
+
+    def has(self, pid: int) -> bool:
+        return pid in self._pids.values()
 
     def exited(self, message: messages.Exited) -> RankExit | None:
         """The end of one of this world's ranks, with all that is known of it; None if it is none of them."""
@@ -171,6 +229,7 @@ class RunningWorld:
             self.keeper_gone = True
             return None
         self._gone.add(local_rank)
+        self._left.discard(local_rank)
         self.read_reports()
         output = self._outputs[local_rank]
         output.drain()
@@ -185,7 +244,7 @@ class RunningWorld:
             base=self.pages[local_rank].base,
             drained=self.pages[local_rank].is_draining,
             raised=self._raised.get(rank) if message.status != 0 else None,
-            left=self._left.get(rank) if message.status != 0 else None,
+            left=self._leaving.get(rank) if message.status != 0 else None,
             stderr_tail=output.tail.text(),
             oom_killed=killed and self._oom.killed(message.pid),
         )
@@ -223,9 +282,9 @@ class RunningWorld:
             pid = linux.parent(pid)
         return ranks.get(pid)
 
-    def close(self, free_port: bool = False) -> None:
-        """The ranks are gone: end the store, the streams and the pages. A port that the next world is to have again is
-        waited for; a killed keeper takes milliseconds to let go of it."""
+    def close(self, free_port: bool = False) -> dict[int, Stayer]:
+        """The ranks are gone, or stay: end the store, the streams and the pages. A port that the next world is to have
+        again is waited for; a killed keeper takes milliseconds to let go of it."""
         if (keeper := self._pids.get(KEEPER)) is not None and not self.keeper_gone:
             linux.end(keeper, wait_s=1.0 if free_port else 0.0)
         self.read_reports()
@@ -236,9 +295,19 @@ class RunningWorld:
             self._listener.close()
         os.close(self._beacon_fd)
         channel.close_all(list(self._stacks.values()))
+        stay = {local: self._stayer(local) for local in self._left}
         self._pids.clear()  # nobody is left to be asked
-        for output in self._outputs.values():
-            output.close()
+        for local_rank, output in self._outputs.items():
+            if local_rank not in stay:
+                output.close()
+                self._seats[local_rank].close()
+        for stayer in self._stayers.values():
+            stayer.output.close()
+        return stay
+
+    def _stayer(self, local_rank: int) -> Stayer:
+        only = (self.world.first_rank + local_rank, self.world.size) if local_rank in self._as_they_are else None
+        return Stayer(self._pids[local_rank], self._seats[local_rank], self._outputs[local_rank], only)
 
     def read_reports(self) -> None:
         """Take the ranks' reports. Called also when a rank ends, so that what it said is known before its end is."""
@@ -253,8 +322,10 @@ class RunningWorld:
                 report = self._decoder.decode(packet)
                 if isinstance(report, messages.Raised):
                     self._raised.setdefault(report.rank, report)
+                if isinstance(report, messages.Stays) and report.as_it_is:
+                    self._as_they_are.add(report.rank - self.world.first_rank)
                 if isinstance(report, messages.Leaving):
-                    self._left.setdefault(report.rank, report)
+                    self._leaving.setdefault(report.rank, report)
                 self._on_report(report)
 
     def _token(self, local_rank: int) -> int:

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.chaos import faults
 from holdfast.chaos.faults import Injected, Order, Orders
+from holdfast.worker import place
 
 VARIABLE = "HOLDFAST_CHAOS"
 FOREVER_S = 1 << 30
@@ -33,22 +34,28 @@ def install() -> None:
     if _installed or not path or "RANK" not in os.environ:
         return
     _installed = True
-    inside = Inside(path, int(os.environ["RANK"]), int(os.environ.get("HOLDFAST_GENERATION", "0")))
+    inside = Inside(path)
     inside.at_start()
+    place.moved.append(inside.moved)
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(inside.before_step)
 
 
 class Inside:
-    def __init__(self, path: str, rank: int, generation: int) -> None:
-        self._path, self._rank, self._generation = path, rank, generation
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.moved()
         self._pid = os.getpid()
         self._seen = (0, 0)
         self._read = Orders("")
-        self._optimizer: Any = None
         self._done = 0  # steps
         self._slow = (0.0, 0.0)  # until when, and by how much
+
+    def moved(self) -> None:
+        """To the place that it has now."""
+        self._rank, self._generation = int(os.environ["RANK"]), int(os.environ.get("HOLDFAST_GENERATION", "0"))
+        self._optimizer: Any = None
 
     def at_start(self) -> None:
         for order in self._mine():

@@ -69,7 +69,7 @@ class Appointments:
             self._asked.difference_update(due)
             return due
 
-    def close(self) -> None:
+    def close(self, wait_s: float = CLOSE_S) -> None:
         """Leave. A thread that waited for the store while the interpreter goes would end the process badly."""
         with self._changed:
             if self._over or self._size == 1:
@@ -83,7 +83,7 @@ class Appointments:
             if self._rank == 0:
                 self._want("")
         for thread in self._threads:
-            thread.join(CLOSE_S)
+            thread.join(wait_s)
 
     def _want(self, what: str) -> None:
         self._store.set(f"{self._name}/want/{self._store.add(f'{self._name}/wants', 1)}", what)

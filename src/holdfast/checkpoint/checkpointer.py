@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,7 +27,7 @@ from holdfast.checkpoint.pace import FIRST, Pace
 from holdfast.checkpoint.restore import Restored, Restoring
 from holdfast.checkpoint.snapshots import Moment, Snapshots
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.together import join
+from holdfast.checkpoint.together import Together, join
 from holdfast.wire import messages
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
@@ -40,6 +40,7 @@ Metrics = dict[str, float] | Callable[[], dict[str, float]]
 
 EXIT_S = 600.0
 HAND_OVER_S = 5.0
+CLOSE_S = 5.0
 _TELL = "tell:"
 
 
@@ -107,6 +108,7 @@ class Checkpointer:
         self.rank_state: Callable[[], Any] | None = None  # plain values that this rank alone has, to be saved too
         self.restored_rank_state: Any = None  # what it had, if there were as many ranks then
         self._stops_when: Callable[[], bool] | None = None
+        self.stays: Callable[[], None] | None = None  # instead of ending, where that is asked for
         self.told: Callable[[str], None] | None = None
         self._pid = os.getpid()
         here = place.current()
@@ -147,6 +149,25 @@ class Checkpointer:
             say(f"goes on from step {restored.step}{epoch} ({restored.name})")
         return restored
 
+    def go_on(self, term: int) -> None:
+        """With a state that a rank of the last world has brought along: the same history, to which nothing was added
+        since."""
+        self._term = term
+
+    @property
+    def term(self) -> int:
+        """-1: none has begun."""
+        return self._term if self._term is not None else -1
+
+    @property
+    def together(self) -> Together:
+        return self._together
+
+    def abandon(self) -> None:
+        """The world is over, and what was under way with it. What is in memory stays there."""
+        self._parcels.clear()
+        self._let_go(failed=True, wait_s=0.0)  # its threads end by themselves, at the latest with the store
+
     def step(self, step: int, *, epoch: int | None = None, metrics: Metrics | None = None) -> None:
         """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits.
         `epoch`: with this step an epoch has ended, and is saved. Metrics may be a function, which is asked when they
@@ -164,7 +185,8 @@ class Checkpointer:
         for due in self._appointments.at(step):
             if due == "stop":
                 self._stop(step, epoch, metrics)
-            elif due == "save":
+                return
+            if due == "save":
                 saves = True
             elif due.startswith(_TELL):
                 assert self.told is not None
@@ -244,16 +266,16 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make another one")
 
-    def _let_go(self, failed: bool = False) -> None:
+    def _let_go(self, failed: bool = False, wait_s: float = CLOSE_S) -> None:
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
             self._hook.remove()
             if self._beacon is not None:
                 self._beacon.words[DRAINS] = 0  # nobody looks any more whether it is to end
-            self._courier.close(failed)
+            self._courier.close(failed, wait_s)
             if self._appointments is not None:
-                self._appointments.close()
+                self._appointments.close(wait_s)
             self._snapshots.close()
             self._desk.close(failed)
             Checkpointer._with_agent = None
@@ -350,16 +372,28 @@ class Checkpointer:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _stop(self, step: int, epoch: int | None, metrics: Metrics | None) -> NoReturn:
-        """All ranks are here, after the same step."""
+    def _stop(self, step: int, epoch: int | None, metrics: Metrics | None) -> None:
+        """All ranks are here, after the same step. If none of them ends, nothing is saved: they take it along."""
+        ends = self.stays is None or (self._beacon is not None and self._beacon.drain_requested)
+        if self._together.agree(b"1" if ends else b"0", max) == b"1":
+            self._save_and_end(step, epoch, metrics, ends)
+        if self.stays is not None:
+            self.stays()
+
+    def _save_and_end(self, step: int, epoch: int | None, metrics: Metrics | None, ends: bool) -> None:
         try:
             self.save(step, epoch=epoch, metrics=metrics, blocking=True)
         except CheckpointError as failure:
             say(f"stops after step {step} without a save: {failure}")
-            raise SystemExit(1) from None
-        if self._together.rank == 0:
-            say(f"was asked to stop, and saved step {step}")
-        raise SystemExit(0)
+            if ends:
+                raise SystemExit(1) from None
+        else:
+            if self._together.rank == 0:
+                say(f"was asked to stop, and saved step {step}")
+            with contextlib.suppress(RuntimeError):  # nobody takes the store away before all know that it is saved
+                self._together.agree(b"", lambda _: b"")
+            if ends:
+                raise SystemExit(0)
 
     def _finish(self) -> None:
         """Wait for what is on its way."""

@@ -13,8 +13,6 @@ import msgspec
 from holdfast.checkpoint.together import Together
 from holdfast.checkpoint.writing import Desk
 
-CLOSE_S = 5.0
-
 
 class Delivery(msgspec.Struct, frozen=True):
     """How a save ended, on all ranks the same."""
@@ -69,14 +67,14 @@ class Courier:
             self._thread.start()
         return parcel
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool, wait_s: float) -> None:
         """End the thread. A rank that has failed does not wait for the others' answers."""
         self._parcels.put(None)
         if self._thread is not None:
             if failed and self._aside.size > 1:
                 with contextlib.suppress(RuntimeError):  # a store that is gone has woken it already
                     self._line.leave(self._aside)
-            self._thread.join(CLOSE_S)
+            self._thread.join(wait_s)
 
     def _serve(self) -> None:
         while (parcel := self._parcels.get()) is not None:

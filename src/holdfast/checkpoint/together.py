@@ -20,6 +20,12 @@ _PREFIX = "holdfast/checkpoint"
 _numbers = itertools.count()  # of those that speak together, alike on all ranks
 
 
+def begin_world() -> None:
+    """Another world has another store, in which nobody has said anything yet."""
+    global _numbers
+    _numbers = itertools.count()
+
+
 class Left(Exception):
     """This rank is ending."""
 

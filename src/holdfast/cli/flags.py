@@ -17,7 +17,17 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {
     *("restart_policy", "restart_budget", "restart_refill", "retry_same_error", "exit_code_from_cause", "cold_start"),
     *("resume", "reschedule_exit_code"),
-    *("spares", "rank_assignment", "node_timeout", "secret_file", "insecure", "tls_cert", "tls_key", "tls_ca"),
+    *(
+        "spares",
+        "standby",
+        "rank_assignment",
+        "node_timeout",
+        "secret_file",
+        "insecure",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+    ),
     *fault_tolerance.DESTS,
 }
 
@@ -357,6 +367,15 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="hold N nodes back as hot spares; nodes beyond MAX always are",
+    )
+    _add(
+        group,
+        "standby",
+        env=False,
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="keep N started processes on each node, to be ranks where ranks die; for programs with holdfast.init()",
     )
     _add(
         group,

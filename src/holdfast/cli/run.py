@@ -81,6 +81,7 @@ def read(args: Namespace) -> Options:
         logs_plugin=args.logs_specs,
         dashboard=_listen(args.dashboard),
         preflight=args.preflight,
+        standby=args.standby,
         event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
         # Somebody's variable from outside is taken for the flag, so that it too counts for the first world alone.
         resume=args.resume or os.environ.get(RESUME, ""),

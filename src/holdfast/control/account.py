@@ -24,6 +24,7 @@ class Ended(msgspec.Struct, frozen=True):
     steps: int | None  # None where they cannot be seen
     stepped: bool
     base: int = 0  # what the optimizer had done before this world
+    stays: bool = False  # all its ranks could outlive it
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ class Account:
             opened.kind, rank, opened.headline, first.where, first.raised, ended.steps, uptime_s, ended.base
         )
         self.history = self.history.seen(failure)
-        charged = self._is_charged(first, ended.stepped)
+        charged = self._is_charged(first, ended)
         decision = self._decide(self.history, failure) if charged else self._uncounted(first)
         if 0 < self._settings.max_no_progress <= self.history.stalled:
             decision = self._stalled(opened.kind)
@@ -101,9 +102,11 @@ class Account:
         uptime_s = noted.failed_at_s - ended.launched_at_s
         return _with(noted, steps=ended.steps, uptime_s=uptime_s, stopped_at_s=now_s, action=action)
 
-    def _is_charged(self, first: Cause, stepped: bool) -> bool:
-        if first.kind is Kind.MEMBERSHIP and not stepped:
+    def _is_charged(self, first: Cause, ended: Ended) -> bool:
+        if first.kind is Kind.MEMBERSHIP and not ended.stepped:
             return False  # nodes of one start come one after the other; nothing was done that could be lost
+        if first.kind in (Kind.MEMBERSHIP, Kind.PREEMPTED) and ended.stays:
+            return False  # nobody had to be started again
         if first.kind is Kind.MEMBERSHIP and self.history.left <= 0:
             return False  # it was free when it began, and a step was done since; nobody's arrival ends a job
         membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)

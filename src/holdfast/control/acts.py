@@ -51,6 +51,37 @@ class Exited(msgspec.Struct, frozen=True):
     exit: RankExit
 
 
+class Stays(msgspec.Struct, frozen=True):
+    """A rank can leave its world, when that is over, and take part in the next one."""
+
+    generation: int
+    rank: int
+
+
+class StandsBy(msgspec.Struct, frozen=True):
+    """So many processes wait to be ranks."""
+
+    ready: int
+
+
+class Stumbled(msgspec.Struct, frozen=True):
+    """A collective has failed in a rank that stays. What has become of its world is not known to it."""
+
+    generation: int
+    rank: int
+    at_s: float
+    headline: str
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A rank has left its world, and waits for a place in the next one."""
+
+    generation: int
+    rank: int
+    steps: int | None = None
+    base: int = 0
+
+
 class Hung(msgspec.Struct, frozen=True):
     """A rank's monitor has given it up."""
 
@@ -113,8 +144,8 @@ class TimerFired(msgspec.Struct, frozen=True):
 
 
 Local = (
-    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Hung | Dumped | Learned | Asked | Paced
-    | PeekAsked | StopRequested
+    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Stays | StandsBy | Stumbled | Left | Hung
+    | Dumped | Learned | Asked | Paced | PeekAsked | StopRequested
 )  # fmt: skip
 Event = Local | Contact | ContactLost | TimerFired | protocol.ToAgent
 
@@ -127,7 +158,8 @@ class PrepareHelpers(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Fork the ranks of a world, and give them the timeouts that earlier ones have agreed on."""
+    """Fork the ranks of a world, and give them the timeouts that earlier ones have agreed on. Processes that have
+    stayed are those ranks instead."""
 
     world: World
     learned: str = ""
@@ -140,6 +172,14 @@ class Signal(msgspec.Struct, frozen=True):
     signum: int
     why: str
     drain: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """Have ranks leave their world, and stay; at the same boundary, if there is time for that."""
+
+    ranks: tuple[int, ...]
+    why: str
+    boundary: bool = False
 
 
 class DumpStacks(msgspec.Struct, frozen=True):
@@ -225,6 +265,6 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 Action = (
-    PrepareHelpers | Run | Signal | DumpStacks | Agree | Shown | Timer | ClearLeftovers | Tell | Lease | HangUp | Told
-    | Straggles | Opened | Closed | Finish
+    PrepareHelpers | Run | Signal | Leave | DumpStacks | Agree | Shown | Timer | ClearLeftovers | Tell | Lease | HangUp
+    | Told | Straggles | Opened | Closed | Finish
 )  # fmt: skip

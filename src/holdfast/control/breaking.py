@@ -96,7 +96,9 @@ class Breaking(Forming):
             return self._consider(now_s)
         self.undone.discard(node)
         healthy = len(self.undone & self.up) + len(self.done)
-        if self.settings.policy is Policy.MIN_HEALTHY and healthy >= self.settings.min_nodes:
+        # Ranks that stay have a way of ours to do without one, for which the world has to end.
+        goes_on = self.settings.policy is Policy.MIN_HEALTHY and not self.stay >= self.seats.keys()
+        if goes_on and healthy >= self.settings.min_nodes:
             return [] if node in self.up else self._go_on_without(now_s, why, healthy)
         return self._break(now_s, why, failing, drain)
 
@@ -138,6 +140,7 @@ class Breaking(Forming):
 
     def _down(self, now_s: float, node: str, member: Member, down: protocol.Down) -> list[Action]:
         member.ready, member.fit, member.store_port, member.busy = down.ready, down.fit, down.store_port, False
+        member.staying = down.staying
         if not self._in_world(node, down.generation) or node in self.done:
             return self._consider(now_s)
         self.unconfirmed.discard(node)
@@ -216,7 +219,8 @@ class Breaking(Forming):
 
     def _ended(self) -> Ended:
         steps = max(self.world_steps, int(self.has_stepped)) if self.steps_known else None
-        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base)
+        stays = self.stay >= self.seats.keys()
+        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base, stays)
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:
         """Set a node aside that keeps failing, if the job can do without it."""

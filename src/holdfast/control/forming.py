@@ -61,6 +61,7 @@ class Forming:
         self.unstarted: set[str] = set()
         self.unstepped: set[str] = set()
         self.undone: set[str] = set()  # neither done nor failed
+        self.stay: set[str] = set()  # nodes of the world whose ranks can all outlive it
         self.done: set[str] = set()
         self.unconfirmed: set[str] = set()  # nodes of the last world that have not said that their ranks are gone
         self.heard_s = 0.0  # when one of its lost nodes was last heard of
@@ -148,6 +149,8 @@ class Forming:
         seats = seat(self.settings, chosen, tuple(self.seats.values()))
         self.generation += 1
         self._seat(seats, now_s)
+        for member in chosen:
+            member.staying = False
         self.first_call_over = True
         self.missing = []
         self.account.launched(now_s)
@@ -164,6 +167,7 @@ class Forming:
         self.absent = set()
         self.unstarted, self.unstepped, self.undone = set(self.seats), set(self.seats), set(self.seats)
         self.unconfirmed, self.done = set(self.seats), set()
+        self.stay = set()
         self.heard_s = 0.0
         self.world_steps = self.world_base = 0
         self.stragglers.begin()
@@ -192,7 +196,7 @@ class Forming:
         if len(chosen) <= len(self.seats) or target(settings, len(available)) <= len(self.seats):
             return self._stand_by()
         new = [member.hello.host for member in chosen if member.hello.node not in self.seats]
-        free = not self.steps_seen or settings.budget is Budget.FAILURES
+        free = not self.steps_seen or settings.budget is Budget.FAILURES or self.stay >= self.seats.keys()
         if not free and self.account.history.left <= 0:
             return self._stand_by("no restarts are left to take it in")
         self.joining = texts.joined(new)

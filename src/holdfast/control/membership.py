@@ -81,6 +81,7 @@ class Seat(msgspec.Struct, frozen=True):
     group_rank: int
     order: int | None
     arrival: int
+    stays: bool = False  # some of its ranks were ranks of an earlier world
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -118,6 +119,7 @@ class Member:
         self.missed = 0
         self.heard_s = now_s
         self.ready = hello.ready
+        self.staying = hello.staying
         self.store_port = hello.store_port
         self.busy = False  # it has ranks of an old world
         self.leaving: int | None = None
@@ -168,7 +170,7 @@ def seat(settings: Settings, chosen: Sequence[Member], previous: Sequence[Seat])
     return tuple(
         Seat(
             m.hello.node, m.hello.host, m.hello.addr, m.hello.local_size, m.hello.role, m.store_port, rank,
-            m.hello.order, m.arrival,
+            m.hello.order, m.arrival, m.staying,
         )
         for rank, m in enumerate(ordered)
     )  # fmt: skip
@@ -218,6 +220,7 @@ def shares(
                 role_size=role_sizes[place.role],
                 job_id=job_id,
                 ordinal=ordinal,
+                stayed=any(other.stays for other in seats),
             )
         )
         first_rank += place.local_size

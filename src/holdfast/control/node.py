@@ -30,6 +30,7 @@ from holdfast.control.acts import (
     Hung,
     KeeperLost,
     Learned,
+    Left,
     Opened,
     Paced,
     PeekAsked,
@@ -37,10 +38,13 @@ from holdfast.control.acts import (
     Run,
     Shown,
     Signal,
+    StandsBy,
     Started,
+    Stays,
     Stepped,
     StopRequested,
     Straggles,
+    Stumbled,
     Timer,
     TimerFired,
     Told,
@@ -48,7 +52,8 @@ from holdfast.control.acts import (
 from holdfast.control.causes import Cause, Kind, RankExit, signal_name
 from holdfast.control.hangs import Mode
 from holdfast.control.stacks import describe, trimmed
-from holdfast.control.standing import Phase, Standing
+from holdfast.control.standing import Phase
+from holdfast.control.staying import TRIES, Staying
 
 # How long after SIGKILL a process may take to go before the node ends without it. Only one in an uninterruptible
 # system call, state D, takes more than a moment, and it holds what a successor would need.
@@ -60,7 +65,7 @@ DUMP_S = 5.0
 NATIVE_S = 10.0
 
 
-class Node(Standing):
+class Node(Staying):
     """Changed by `handle` alone."""
 
     def begin(self) -> list[Action]:
@@ -86,7 +91,17 @@ class Node(Standing):
             case Stepped(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._stepped(now_s, event)
             case Started(generation=generation) if self.world is not None and generation == self.world.generation:
-                return self._tell(protocol.Started(generation))
+                return self._is_up(now_s, event) + self._tell(protocol.Started(generation))
+            case Stays(generation=generation) if self._is_running(generation):
+                self._stays(event)
+                return []
+            case StandsBy(ready=ready):
+                self.standby = ready
+                return []
+            case Stumbled(generation=generation) if self._is_running(generation):
+                return self._stumbled(event)
+            case Left(generation=generation) if self.world is not None and generation == self.world.generation:
+                return self._down(now_s) if self._left(event) else []
             case KeeperLost(generation=generation) if self._is_running(generation):
                 cause = Cause(Kind.LAUNCHER, "the store keeper was killed", now_s)
                 self.causes += (cause,)
@@ -179,6 +194,7 @@ class Node(Standing):
         self.exits, self.causes, self.failing, self.lost_steps = (), (), "", None
         self.hung, self.dumping, self.groups, self.request = False, False, (), None
         self.draining = False
+        self._begin_world()
         return [Run(world, self.learned)]
 
     def _told_to_stop(self, now_s: float, stop: protocol.Stop) -> list[Action]:
@@ -201,7 +217,8 @@ class Node(Standing):
         if not self.draining:
             return []
         self.draining = False
-        return self._send(signal.SIGTERM, why)
+        # The time that they have does not begin anew.
+        return [act for act in self._stops(signal.SIGTERM, why) if not isinstance(act, Timer) or act.name != "grace"]
 
     def _stepped(self, now_s: float, event: Stepped) -> list[Action]:
         assert self.world is not None
@@ -209,7 +226,8 @@ class Node(Standing):
         self.stepped_at_s = max(self.stepped_at_s, event.at_s) if len(self.stepped) > 1 else event.at_s
         if not self._all_stepped or self.phase is not Phase.RUNNING:
             return []
-        return self._tell(protocol.Stepped(self.world.generation, self.stepped_at_s, now_s))
+        self._has_stepped()
+        return self._tell(protocol.Stepped(self.world.generation, self.stepped_at_s, now_s, self._all_stay))
 
     def _exited(self, now_s: float, exit: RankExit) -> list[Action]:
         if exit.rank not in self.live:
@@ -290,7 +308,7 @@ class Node(Standing):
 
     def _helpers_lost(self, now_s: float, lost: HelpersLost) -> list[Action]:
         had_ranks = bool(self.live)
-        self.helpers, self.live = False, frozenset()
+        self.helpers, self.live, self.staying, self.standby = False, frozenset(), False, 0
         if had_ranks:
             self.lost_steps = lost.steps
             self.steps += self._world_steps() or 0
@@ -425,10 +443,14 @@ class Node(Standing):
             return self._finish_when_down(now_s, Finish(Kind.LOST_NODE, reason), reason)
         if timer.name == "beat":
             return self._beat(now_s) if timer.key == self.contacts and self.contact else []
+        if timer.name in ("stumble", "rejoin"):
+            return self._stumbled_long_ago(now_s, timer) if self._is_running(timer.key) else []
         if self.phase is not Phase.STOPPING or self.world is None or timer.key != self.world.generation:
             return []
         if timer.name == "dump":
             return self._end_hung() if self.dumping else []
+        if timer.name == "leave":
+            return self._kill_late()
         if timer.name == "grace":
             return self._send_stop(signal.SIGKILL, f"still there {self.grace_s:g} s after being told to stop")
         if timer.name == "abandon":
@@ -437,6 +459,18 @@ class Node(Standing):
                 return [Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
             return self._abandon(now_s)
         return []
+
+    def _stumbled_long_ago(self, now_s: float, timer: TimerFired) -> list[Action]:
+        if timer.name == "stumble":
+            self.causes += self.stumbles
+            first = self.stumbles[0]
+            return self._fail(now_s, f"rank {first.rank} failed: {first.headline}")
+        if self._all_stepped:
+            return []
+        why = f"ranks that stayed did no step within {self._rejoin_s:g} s"
+        self.tries = TRIES
+        self.causes += (Cause(Kind.LAUNCHER, why, now_s),)
+        return self._fail(now_s, why)
 
     def _abandon(self, now_s: float) -> list[Action]:
         ranks = ", ".join(map(str, sorted(self.live)))
@@ -461,7 +495,7 @@ class Node(Standing):
         if signum == signal.SIGKILL:
             self.waits = 0
             return [*self._send(signum, why), Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
-        return [*self._send(signum, why, drain), Timer("grace", self.world.generation, self.grace_s)]
+        return self._stops(signum, why, drain)
 
     def _send(self, signum: int, why: str, drain: bool = False) -> list[Action]:
         self.sent |= {signum}

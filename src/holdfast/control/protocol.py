@@ -17,7 +17,7 @@ from holdfast.control.stacks import Group
 from holdfast.control.stragglers import Found, Window
 from holdfast.control.worlds import World
 
-VERSION = 5
+VERSION = 6
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -72,6 +72,7 @@ class Hello(Message, frozen=True):
     learned: str = ""  # the timeouts that its ranks have agreed on
     job_id: str = ""  # of the worlds that it has had
     asks: Request | None = None  # of its last world, which may be over; the next one must not be formed without it
+    staying: bool = False  # it has processes that were ranks, and wait to be so again
 
 
 class Beat(Message, frozen=True):
@@ -98,6 +99,7 @@ class Stepped(Message, frozen=True):
     generation: int
     at_s: float
     now_s: float
+    stays: bool = False  # and all of them can stay
 
 
 class Failing(Message, frozen=True):
@@ -121,6 +123,7 @@ class Down(Message, frozen=True):
     fit: bool = True  # False: it holds processes that cannot be ended, and leaves the job
     base: int = 0  # the steps that an optimizer had done before this world
     groups: tuple[Group, ...] = ()  # what the ranks were doing, if they hung
+    staying: bool = False  # some have only left it
 
 
 class Done(Message, frozen=True):

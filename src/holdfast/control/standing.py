@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.control import protocol, stacks
-from holdfast.control.acts import Action, Finish, HangUp, Lease, Tell, Timer
+from holdfast.control.acts import Action, Finish, HangUp, Lease, Left, Tell, Timer
 from holdfast.control.causes import Cause, RankExit
 from holdfast.control.hangs import Mode
 from holdfast.control.membership import BEATS
@@ -64,6 +64,10 @@ class Standing:
         self.stepped: frozenset[int] = frozenset()
         self.stepped_at_s = 0.0
         self.exits: tuple[RankExit, ...] = ()
+        self.stays: frozenset[int] = frozenset()  # ranks of this world that can
+        self.left: tuple[Left, ...] = ()  # those that have
+        self.staying = False  # some have left the last world, and wait
+        self.standby = 0  # processes that have started, and wait
         self.causes: tuple[Cause, ...] = ()  # of ours, not of a rank
         self.failing = ""
         self.hung = False  # so the ranks' stacks are wanted
@@ -123,6 +127,7 @@ class Standing:
             learned=self.learned if len(self.learned) <= protocol.MAX_LEARNED else "",
             asks=self.request,
             job_id=self.job_id,
+            staying=self._has_ranks_to_be,
             now_s=now_s,
         )
         return [Tell(hello), *self._report(now_s)]
@@ -138,12 +143,13 @@ class Standing:
         if self.failing:
             return leaving + self._tell(protocol.Failing(generation, self.failing, self.hung))
         if self._all_stepped:
-            return leaving + self._tell(protocol.Stepped(generation, self.stepped_at_s, now_s))
+            return leaving + self._tell(protocol.Stepped(generation, self.stepped_at_s, now_s, self._all_stay))
         return leaving
 
     def _end_of_world(self, now_s: float) -> protocol.Done | protocol.Down:
         if self.pending is None and (self.world is None or self.world.generation < self.generation):
-            return protocol.Down(self.generation, now_s, ready=self.helpers)  # it never ran here, and never will
+            # It never ran here, and never will.
+            return protocol.Down(self.generation, now_s, ready=self.helpers, staying=self._has_ranks_to_be)
         assert self.world is not None
         if self._succeeded:
             return protocol.Done(self.world.generation, self._world_steps())
@@ -155,8 +161,9 @@ class Standing:
             self._world_steps(),
             ready=self.helpers,
             fit=self.fit,
-            base=max((exit.base for exit in self.exits), default=0),
+            base=max((*(exit.base for exit in self.exits), *(left.base for left in self.left)), default=0),
             groups=stacks.trimmed(self.groups),
+            staying=self._has_ranks_to_be,
         )
 
     # -- what is known ------------------------------------------------------------------------------------------------
@@ -176,6 +183,14 @@ class Standing:
         return self.world is not None and len(self.stepped) == self.world.local_size
 
     @property
+    def _has_ranks_to_be(self) -> bool:
+        return self.staying or self.standby > 0
+
+    @property
+    def _all_stay(self) -> bool:
+        return self.stays >= self.live
+
+    @property
     def _succeeded(self) -> bool:
         """The last world's ranks have all ended here, and each with 0."""
         if self.world is None or self.live or self.causes or self.failing or self.sent:
@@ -184,7 +199,8 @@ class Standing:
 
     def _world_steps(self) -> int | None:
         """The most that any rank of the last world has done; None where that cannot be seen."""
-        seen = [exit.steps for exit in self.exits if exit.steps is not None]
+        found = [*(exit.steps for exit in self.exits), *(left.steps for left in self.left)]
+        seen = [steps for steps in found if steps is not None]
         if self.lost_steps is not None:
             seen.append(self.lost_steps)
         return max(seen, default=None)

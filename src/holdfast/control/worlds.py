@@ -26,6 +26,7 @@ class World(msgspec.Struct, frozen=True):
     role_size: int = 0  # 0: this node is all of its role
     job_id: str = ""  # of this start of the job, whose name others may have had before
     ordinal: int = 0  # how many worlds of that start there were before
+    stayed: bool = False  # some ranks were in an earlier world, and have its state
 
     @property
     def size(self) -> int:

@@ -53,6 +53,15 @@ def _leave_all() -> None:
 os.register_at_fork(after_in_child=_leave_all)
 
 
+def _move_all() -> None:
+    """The rank has a place in another world, and another page."""
+    for client in list(_clients):
+        client._move()
+
+
+places.moved.append(_move_all)
+
+
 @atexit.register
 def _end_all() -> None:
     """What comes now, the interpreter's end, is not what the limits were made for."""
@@ -120,6 +129,20 @@ class Monitoring:
         _clients.add(self)
         first_s = times[FIRST_LIMIT] or math.inf
         beacon.poke_if_due(now_s + min(first_s, self._outside_limit))
+
+    def _move(self) -> None:
+        """What is open stays so."""
+        if not self._words_are_ours or self._place is None:
+            return
+        opened = list(self._opened)
+        self._detach("")
+        table.tell_again(self._place)
+        self.init_workload_monitoring()
+        for name in opened:
+            self.start_section(name)
+
+    def start_section(self, section: str) -> None:
+        raise NotImplementedError
 
     def _init_outside(self) -> None:
         self._not_a_rank()

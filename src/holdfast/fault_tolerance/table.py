@@ -38,6 +38,16 @@ def add(place: Place, names: Iterable[str]) -> None:
             table.update({name: SECTIONS + 2 * slot for slot, name in enumerate(part, first)})
 
 
+def tell_again(place: Place) -> None:
+    """To the agent of another world."""
+    with _adding:
+        slot = 0
+        for part in _parts(list(of(place))):
+            place.report(messages.Sections(place.rank, place.generation, slot, tuple(part)))
+            slot += len(part)
+        place.beacon.words[KNOWN] = slot
+
+
 def _parts(names: list[str]) -> Iterable[list[str]]:
     part: list[str] = []
     chars = 0

@@ -87,6 +87,7 @@ class WorldLaunched(Happened, frozen=True):
     group_size: int = 1
     master: str = ""
     local_size: int = 0
+    stayed: tuple[int, ...] = ()  # ranks whose processes were in an earlier world
 
 
 class WorldStarted(Happened, frozen=True):
@@ -137,6 +138,34 @@ class RanksSignalled(Happened, frozen=True):
     signal: str
     why: str
     drain: bool = False
+
+
+class RanksLeave(Happened, frozen=True):
+    """They are to leave their world, and stay."""
+
+    NAME: ClassVar[str] = "ranks.leave"
+    ranks: tuple[int, ...]
+    why: str
+    boundary: bool = False
+
+
+class StandbyReady(Happened, frozen=True):
+    """A process waits to take the place of a rank, and takes so much memory for that."""
+
+    NAME: ClassVar[str] = "standby.ready"
+    local_rank: int
+    pid: int
+    host_bytes: int
+    gpu_bytes: int = 0
+
+
+class StandbyEnded(Happened, frozen=True):
+    """By itself, and not as a rank."""
+
+    NAME: ClassVar[str] = "standby.ended"
+    local_rank: int
+    pid: int
+    stderr_tail: tuple[str, ...] = ()
 
 
 class BeaconCorrupt(Happened, frozen=True):
@@ -288,7 +317,9 @@ What = Happened | IncidentNoted
 
 _ALL: tuple[type[What], ...] = (
     JobStarted, JobSignalled, JobEnded, NodeHello, CoordinatorSaid, CoordinatorGivenUp, WorldLaunched, WorldStarted,
-    RankFirstStep, RankRaised, RankExited, RankHung, RankAsked, RanksSignalled, BeaconCorrupt, TimeoutsLearned,
+    RankFirstStep, RankRaised, RankExited, RankHung, RankAsked, RanksSignalled, RanksLeave, StandbyReady,
+    StandbyEnded, BeaconCorrupt,
+    TimeoutsLearned,
     Progress, Trained, StragglerFound, StragglerGone, IncidentOpened, IncidentClosed, CheckpointSaved,
     CheckpointPersisted, CheckpointFailed, CheckpointRestored, WriterStarted, WriterEnded, ZygoteGrown,
     ZygoteNotGrown, FaultInjected,

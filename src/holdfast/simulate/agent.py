@@ -246,6 +246,10 @@ class Agent(Process):
                 self.timeline.note(self.node_id, action)
                 if self.group is not None:
                     self.group.signal(ranks, signum, drain)
+            case acts.Leave(ranks=ranks, boundary=boundary):
+                self.timeline.note(self.node_id, action)
+                if self.group is not None:
+                    self.group.leave_world(ranks, boundary)
             case acts.PrepareHelpers():
                 self._helpers += 1
                 delay_s = self.timeline.random.uniform(0.3, 2.5)
@@ -350,6 +354,16 @@ class Agent(Process):
 
     def rank_stepped(self, group: Group, rank: int, at_s: float) -> None:
         self.feed(acts.Stepped(rank, group.world.generation, at_s))
+
+    def rank_stays(self, group: Group, rank: int) -> None:
+        self.feed(acts.Stays(group.world.generation, rank))
+
+    def rank_stumbled(self, group: Group, rank: int, text: str) -> None:
+        self.feed(acts.Stumbled(group.world.generation, rank, self.host.clock_s(), text))
+
+    def rank_left(self, group: Group, rank: int) -> None:
+        base = max(0, group.ensemble.base) if group.ensemble is not None else 0
+        self.feed(acts.Left(group.world.generation, rank, group.steps, base))
 
     def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
         base = max(0, group.ensemble.base) if group.ensemble is not None else 0

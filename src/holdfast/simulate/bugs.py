@@ -18,7 +18,7 @@ from holdfast.control.node import Node
 from holdfast.control.quarantine import Quarantine
 from holdfast.control.restarts import History
 from holdfast.simulate.ledgers import Etcd
-from holdfast.simulate.ranks import Training
+from holdfast.simulate.ranks import Group, Training
 from holdfast.simulate.server import Server
 
 Bug = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -434,6 +434,30 @@ def quitter_excused() -> Any:
     return mock.patch.object(causes.RankExit, "failed_at_s", property(lambda self: self.at_s))
 
 
+def late_leaver_kept() -> Any:
+    """A rank that does not get out of its world is waited for, for ever."""
+    return mock.patch.object(Node, "_kill_late", lambda self: [])
+
+
+def stumble_forgotten() -> Any:
+    """A collective that failed without a reason that anybody sees is none."""
+    return mock.patch.object(Node, "_stumbled", lambda self, event: [])
+
+
+def left_before_it_leaves() -> Any:
+    """A rank says that it has left its world, and is still in it."""
+
+    def make(real: Any) -> Any:
+        def leave(self: Group, rank: int) -> None:
+            alive = dict(self.alive)
+            real(self, rank)
+            self.alive = alive
+
+        return leave
+
+    return _instead(Group, "_leave_world", make)
+
+
 def none() -> Any:
     """No bug at all."""
     return contextlib.nullcontext()
@@ -449,7 +473,7 @@ BUGS: dict[str, Bug] = {
         two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome, hang_ignored, dump_awaited, sleep_blamed,
         short_limit, waiting_blamed, exclusion_forgotten, excluded_until_its_next_agent, end_not_written,
         end_as_a_failure, progress_ignored, progress_not_seen, drained_though_killed, job_id_per_term,
-        quitter_excused,
+        quitter_excused, late_leaver_kept, stumble_forgotten, left_before_it_leaves,
     )
 }  # fmt: skip
 

@@ -63,8 +63,9 @@ class Plan:
 
 
 class Checker:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, stays: bool = False) -> None:
         self.settings = settings
+        self.stays = stays  # ranks outlive their worlds
         self.worlds: dict[int, Plan] = {}
         self.newest = -1
         self.steps = 0
@@ -187,9 +188,9 @@ class Checker:
         given_back = self._given_back + (self.steps // settings.refill_steps if settings.refill_steps else 0)
         if is_ > settings.max_restarts + given_back:
             raise Violation("restarts", f"{is_} restarts, of {settings.max_restarts} and {given_back} given back")
-        free = (
-            (Kind.MEMBERSHIP,) if settings.budget is Budget.ALL else (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
-        )
+        free = {Kind.MEMBERSHIP} if settings.budget is Budget.ALL else {Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED}
+        if self.stays:
+            free |= {Kind.PREEMPTED}
         ended = before.incident
         if before.world.generation in self._given_up:
             return

@@ -28,7 +28,7 @@ class Group:
         self.stuck: dict[int, bool] = {}
         self.hung: dict[int, bool] = {}  # alive, and doing nothing
         self.hangs_at: str = ""  # what one of them will not get through: start, first step, or end
-        self.started = False
+        self.started = self.stays = False
         self.phase = STARTING
         self.found_s = math.inf  # when it was first found to hang, in real time
         self.slept_s = agent.host.slept_s  # how long its machine had slept by then
@@ -40,6 +40,7 @@ class Group:
         self.asked: set[int] = set()  # ranks that are to end at a boundary
         self.left: dict[int, Leaving] = {}  # ranks that have called `sys.exit`, and may not be gone yet
         self.ends: dict[int, int] = {}  # how those that have ended did
+        self.leaves: set[int] = set()  # those of them that stay
         self._signalled: dict[int, int] = {}
 
     @property
@@ -64,6 +65,10 @@ class Group:
             if self.hangs_at == "first step":
                 self.hang(next(iter(self.alive)))
             self.agent.post(self.agent.rank_started, self)
+            if self.agent.sim.scenario.program.stays:
+                self.stays = True
+                for rank in self.alive:
+                    self.agent.post(self.agent.rank_stays, self, rank)
             self.agent.sim.training.started(self)
 
     # -- signs of life ------------------------------------------------------------------------------------------------
@@ -130,6 +135,28 @@ class Group:
                 if not timeline.chance(0.7 if rank in self.hung else program.deaf):
                     status = -signum if timeline.chance(0.9) or rank in self.left else 0
                     timeline.after(timeline.random.expovariate(4.0), self.end, rank, status)
+
+    def leave_world(self, ranks: tuple[int, ...], boundary: bool) -> None:
+        """They stay, those that get out of what they are in."""
+        timeline, program = self.agent.timeline, self.agent.sim.scenario.program
+        if boundary:
+            self.asked.update(rank for rank in ranks if rank in self.alive)
+            self.leaves |= self.asked
+            self.agent.sim.training.asked(self)
+            return
+        for rank in ranks:
+            if rank in self.alive and rank not in self.hung and not timeline.chance(program.deaf):
+                timeline.after(timeline.random.expovariate(10.0), self._leave_world, rank)
+
+    def _leave_world(self, rank: int) -> None:
+        if rank not in self.alive or rank in self.stuck or rank in self.left:
+            return
+        if self.agent.host.frozen and not self.agent.host.down:
+            self.agent.timeline.after(0.2, self._leave_world, rank)
+            return
+        del self.alive[rank]
+        self.agent.post(self.agent.rank_left, self, rank)
+        self.agent.sim.training.rank_ended(self, rank, -1)
 
     def end(
         self, rank: int, status: int, raised: Raised | None = None, oom: bool = False, silent: bool = False
@@ -333,17 +360,20 @@ class Training:
             self.sim.checker.saw(self.timeline.now_s, seen.Committed(*self.committed))
         for group in world.groups:
             for rank in group.awake():
-                self.timeline.after(self.timeline.random.uniform(0.0, 0.5), group.end, rank, 0)
+                end = (group._leave_world, rank) if rank in group.leaves else (group.end, rank, 0)
+                self.timeline.after(self.timeline.random.uniform(0.0, 0.5), *end)
 
     def _fail_somewhere(self, groups: list[Group]) -> None:
         group = self.timeline.random.choice(groups)
         if (awake := group.awake()) and not group.agent.host.frozen:
-            group.raise_in(awake[0], "collective timed out", distributed=True)
+            self._breaks(group, awake[0], "collective timed out")
 
     def rank_ended(self, group: Group, rank: int, status: int) -> None:
         world = group.ensemble
         assert world is not None
         if (world.complete or world.drained) and status == 0:
+            return
+        if world.drained and rank in group.leaves:
             return
         if self._needed or world.broken:
             return
@@ -367,4 +397,13 @@ class Training:
     def _peer_fails(self, group: Group) -> None:
         awake = [rank for rank in group.awake() if rank not in group.left]
         if awake and not group.agent.host.frozen:
-            group.raise_in(awake[0], "connection closed by peer", distributed=True)
+            self._breaks(group, awake[0], "connection closed by peer")
+
+    def _breaks(self, group: Group, rank: int, text: str) -> None:
+        """A collective fails in a rank, which ends by that, or says so."""
+        if not group.stays:
+            group.raise_in(rank, text, distributed=True)
+            return
+        assert group.ensemble is not None
+        group.ensemble.broken = True
+        group.agent.post(group.agent.rank_stumbled, group, rank, text)

@@ -33,6 +33,7 @@ class Program(msgspec.Struct, frozen=True):
     fails_at: int  # the step at which it fails in every world, or -1
     drains: bool  # its ranks end at a boundary when they are asked to
     never_drains: float  # how often they do not get there
+    stays: bool = False  # its ranks leave a world that is over, and are ranks of the next
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -98,6 +99,7 @@ def draw(seed: int, nodes: int | None = None) -> Scenario:
             fails_at=rng.choice((0, 3, 12)) if rng.random() < 0.06 else -1,
             drains=ends.random() < 0.4,
             never_drains=ends.choice((0.0, 0.0, 0.2, 1.0)),
+            stays=random.Random(f"stays {seed}").random() < 0.4,
         ),
         grace_s=rng.uniform(0.5, 5.0),
         close_timeout_s=rng.uniform(3.0, 30.0),

@@ -42,7 +42,7 @@ class Simulation:
         self.timeline = Timeline(seed, keep_all)
         self.network = Network(self.timeline)
         self.network.hostile = self.scenario.hostile
-        self.checker = Checker(settings)
+        self.checker = Checker(settings, self.scenario.program.stays)
         self.hosts = [Host(self.timeline, index, self.scenario.drift) for index in range(len(self.scenario.machines))]
         self.file = File(self.timeline)
         self.etcd = Etcd(self.timeline, self.network) if settings.elected else None

@@ -39,6 +39,7 @@ class Batches:
         self.served = False  # all of this rank's units of a step that is not done yet
         self.unit: Unit | None = None  # that was given out last, of a step that is not done yet
         self._begin = begin
+        self._moved = False
         self._epoch, self._position, self._done = sampler.epoch, sampler.position, done
         self._size = sampler.order.size
         if keys:
@@ -65,8 +66,15 @@ class Batches:
         rest = -(-(self._size - self.sampler.position) // self.cut.batch_size)
         return max(0, rest + whole * (self.epochs - self.sampler.epoch - 1))
 
+    def move(self, cut: Cut, done: int) -> None:
+        """The world is another one: begin again with the first sample that is not used yet, and cut it anew."""
+        self.cut = self._indices.cut = cut
+        self.unit, self.served, self._moved = None, False, True
+        self._epoch, self._position, self._done = self.sampler.epoch, self.sampler.position, done
+
     def __iter__(self) -> Iterator[Any]:
         while self._epoch < self.epochs:
+            self._moved = False
             order = Order(self._size, self.sampler.order.seed, self._epoch, self.sampler.order.shuffle)
             self._indices.point(order, self._position, self._done)
             self._generator.manual_seed(keyed.seed_of(order.seed, self._epoch, "workers"))
@@ -78,8 +86,13 @@ class Batches:
                     self.unit, self.served = unit, unit.is_last
                     self._begin(self.cut, unit, end - self._position)
                     yield batch
+                    if self._moved:
+                        break
+                if self._moved:
+                    break
                 self._position, self._done = end, 0
-            self._epoch, self._position = self._epoch + 1, 0
+            else:
+                self._epoch, self._position = self._epoch + 1, 0
 
     def commit(self) -> bool:
         """The step is done. Whether the epoch is, too."""
@@ -94,7 +107,7 @@ class _Indices(Sampler[list[Any]]):
 
     def __init__(self, cut: Cut, keys: bool) -> None:
         super().__init__()
-        self._cut = cut
+        self.cut = cut
         self._keys = keys  # each index with its epoch, by which its randomness is keyed
         self._order: Order | None = None
         self._position = self._done = 0
@@ -104,12 +117,12 @@ class _Indices(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         assert self._order is not None
-        order, size = self._order, self._cut.batch_size
+        order, size = self._order, self.cut.batch_size
         waiting: list[Unit] = []
         found = 0
         for begin in range(self._position, order.size, size):
             done = self._done if begin == self._position else 0
-            units = self._cut.units(begin, min(begin + size, order.size), done)
+            units = self.cut.units(begin, min(begin + size, order.size), done)
             waiting += units
             found += sum(unit.end - unit.begin for unit in units)
             if found >= _AT_ONCE:

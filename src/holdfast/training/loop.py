@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,20 +14,25 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from holdfast.checkpoint import contents
 from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.contents import unwrap
 from holdfast.checkpoint.restore import Restored
+from holdfast.checkpoint.sharded import is_sharded
 from holdfast.data.sampler import ElasticSampler
-from holdfast.training import health, held, policy
+from holdfast.training import handover, health, held, policy, survival
 from holdfast.training.accumulation import Accumulation
 from holdfast.training.batches import Batches
 from holdfast.training.gradients import Accumulated, Exact, Weights
+from holdfast.training.handover import Decided, Offer
 from holdfast.training.progress import Progress
 from holdfast.training.requests import Requests
 from holdfast.training.streams import Stream
+from holdfast.training.survival import Survival
 from holdfast.training.units import Cut, Unit
 from holdfast.wire import messages
-from holdfast.worker import place
+from holdfast.wire.snapshots import STAYED
+from holdfast.worker import groups, place
 
 if TYPE_CHECKING:
     from holdfast.training.run import Run
@@ -50,6 +56,7 @@ class Options(msgspec.Struct, frozen=True):
     health_check_s: float = 10.0
     exact: bool = False
     leaves: int = 8
+    stays: bool = False
 
 
 class Loop:
@@ -72,6 +79,9 @@ class Loop:
         self._progress = Progress(run.generation, tell=_tell) if run.rank_zero else None
         self._requests = Requests() if place.current() is None else None
         self._warned = False
+        self._survival: Survival | None = None
+        self._touched = False  # something counts a step that is not done yet
+        self._torn = False  # a state is being loaded
         if options.exact:
             # Sums over threads are cut at other places for another number of them.
             torch.set_num_threads(1)
@@ -88,25 +98,128 @@ class Loop:
             raise RuntimeError("attach() was called before; name all that is to be kept in one call")
         if taken := {"data", "progress", "accumulation"} & state.keys():
             raise ValueError(f"{taken.pop()!r} is a name of Holdfast's own; call it something else")
-        options = self._options
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         for value in state.values():
-            held.hold(value, lambda: all(batches.served for batches in self._waiting))
+            held.hold(value, self._step_ends)
         own = {"data": self._cursors, "progress": self._cursors.progress, "accumulation": self._accumulation}
         self.state = {**state, **own}
-        self._checkpointer = Checkpointer(
+        if self._options.stays:
+            self._survival = survival.begin(self.modules, self._run.hooks)
+        if self._survival is not None and self._survival.stands_by:
+            self._survival.stand_by()
+            self._run.take_place()
+            self._progress = Progress(self._run.generation, tell=_tell) if self._run.rank_zero else None
+        restored = self._begin_world(Offer())
+        groups.settle()
+        if self._survival is not None:
+            self._survival.announce()
+        return restored
+
+    def _begin_world(self, mine: Offer) -> Restored | None:
+        """Go on from the newest state that is anywhere: in the memory of another rank, in a snapshot, on storage."""
+        options = self._options
+        checkpointer = self._checkpointer = Checkpointer(
             options.checkpoints, self.state, keep=options.keep, keep_best=options.keep_best,
             keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
             every_minutes=options.save_minutes, memory_every=options.memory_every, shared=options.shared,
         )  # fmt: skip
-        if self._requests is not None:
-            self._checkpointer.stops_when(lambda: self._requests is not None and self._requests.stop)
-        self._checkpointer.rank_state = self._cursors.own_state
-        self._checkpointer.told = self._accumulation.told
-        restored = self._checkpointer.restore()
+        checkpointer.stops_when(self._is_to_stop)
+        if self._survival is not None:
+            checkpointer.stays = self._survival.leave_at_boundary
+        checkpointer.rank_state = self._cursors.own_state
+        checkpointer.told = self._accumulation.told
+        if (decided := handover.agree(checkpointer.together, mine)) is not None:
+            return self._take_over(decided)
+        self._torn = True
+        restored = checkpointer.restore()
+        self._torn = False
         if restored is not None:
-            self._cursors.begin(restored.step, restored.epoch, self._checkpointer.restored_rank_state)
+            self._cursors.begin(restored.step, restored.epoch, checkpointer.restored_rank_state)
+        elif os.environ.get(STAYED):
+            # From the beginning, and nobody else has seen to it that all have the same weights.
+            handover.from_rank_zero(checkpointer.together, self.state)
         return restored
+
+    def _is_to_stop(self) -> bool:
+        if self._requests is not None:
+            return self._requests.stop
+        return self._survival is not None and self._survival.asked
+
+    def _take_over(self, decided: Decided) -> Restored:
+        """Ranks of the last world are here, and have its state."""
+        assert self._checkpointer is not None
+        began_s, best = time.monotonic(), decided.best
+        self._torn = self._run.rank in decided.lack
+        handover.hand_over(self._checkpointer.together, decided, self.state)
+        self._torn = False
+        if best.term >= 0:
+            self._checkpointer.go_on(best.term)
+        self._cursors.step = best.step
+        name = f"the memory of rank {decided.source}"
+        if (here := place.current()) is not None:
+            took_s = time.monotonic() - began_s
+            here.report(messages.Restored(here.rank, here.generation, best.step, took_s, name))
+        self._run.say(f"goes on from step {best.step} ({name})")
+        return Restored(best.step, None, {}, name, None)
+
+    def _step_ends(self) -> bool:
+        """Whether this is the time to step what counts steps."""
+        if self._survival is not None and self._survival.doomed:
+            return False
+        ends = all(batches.served for batches in self._waiting)
+        self._touched = self._touched or ends
+        return ends
+
+    # -- from one world to the next -----------------------------------------------------------------------------------
+
+    def outlives(self, failure: Exception) -> bool:
+        return self._survival is not None and self._survival.outlives(failure)
+
+    def begin_again(self) -> None:
+        """As `go_on`, for a program that asks for its data anew."""
+        self._active = []
+        self._cursors.begin_again()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The world is over. Leave it, and go on in the next one, after the last step that was done."""
+        survives = self._survival
+        assert survives is not None and self._checkpointer is not None
+        if any(isinstance(batches, Stream) for batches in self._active):
+            raise RuntimeError("the world is over, and a stream of data cannot be gone on with in another one")
+        mine = self._offer()
+        survives.undo()
+        self._losses, self._units, self._touched = [], 0, False
+        while True:
+            self._checkpointer.abandon()
+            survives.leave()
+            try:
+                survives.join()
+                self._run.take_place()
+                self._progress = Progress(self._run.generation, tell=_tell) if self._run.rank_zero else None
+                self._begin_world(mine)
+                break
+            except Exception as failure:  # of this world, too
+                if not survives.outlives(failure):
+                    raise
+                failure.__traceback__ = None
+            mine = Offer() if self._torn else mine
+        for batches in self._active:
+            self._move(batches)
+
+    def _offer(self) -> Offer:
+        """What this rank has, if it is whole, and all of it: other ranks' shards it has not."""
+        assert self._checkpointer is not None
+        if self._touched or any(map(is_sharded, contents.collect(self.state).tensors.values())):
+            return Offer()
+        return Offer(self._run.generation, self._cursors.step, self._checkpointer.term)
+
+    def _move(self, batches: Batches | Stream) -> None:
+        """This rank's part of the data, in the world as it is now."""
+        assert isinstance(batches, Batches)
+        cut = batches.cut._replace(rank=self._run.rank, world_size=self._run.world_size)
+        done = self._weigh(self._options.exact, cut, batches.sampler)
+        batches.move(cut, done)
 
     # -- the data -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +282,7 @@ class Loop:
                         stacklevel=2,
                     )
         finally:
-            self._active.remove(batches)
+            self._active = [other for other in self._active if other is not batches]
             if self._progress is not None:
                 self._progress.end()
 
@@ -226,6 +339,20 @@ class Loop:
     def step(self, loss: Any, metrics: dict[str, Any]) -> None:
         if self._checkpointer is None:
             raise RuntimeError("call run.attach(model=..., optimizer=...) before run.step()")
+        if self._survival is None:
+            self._step(self._checkpointer, loss, metrics)
+            return
+        if not self._survival.doomed:
+            try:
+                self._step(self._checkpointer, loss, metrics)
+            except Exception as failure:
+                if not self._survival.outlives(failure):
+                    raise
+                failure.__traceback__ = None
+        if self._survival.over:
+            self.go_on()
+
+    def _step(self, checkpointer: Checkpointer, loss: Any, metrics: dict[str, Any]) -> None:
         waiting = self._waiting
         if loss is not None:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
@@ -245,6 +372,11 @@ class Loop:
                     ended = batches.epoch
                 left = max(left, len(batches))
         step, options = self._cursors.step, self._options
+        self._touched = False
+        if self._survival is not None:
+            self._survival.step_done()
+            if self._survival.over:
+                return
         if self._progress is not None:
             first = waiting[0] if waiting else None
             epoch = f"{min(first.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
@@ -254,7 +386,7 @@ class Loop:
         if options.health_check_steps and step % options.health_check_steps == 0 and self._run.world_size > 1:
             health.check(options.health_check_s, self._run.world_size)
         saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
-        self._checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
+        checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
         if self._run.rank_zero and self._units > 1:
             self._accumulation.step_done(self._units)
         self._units = 0
@@ -297,6 +429,12 @@ class Cursors:
         self.step = step
         self._epoch = epoch or 0
         self._own = own if isinstance(own, list) else []
+
+    def begin_again(self) -> None:
+        """Whoever asks next for a sampler is the first to do so, and goes on from where that was."""
+        self._own = self.own_state()
+        state, self._samplers, self.streams = self.state_dict(), [], []
+        self.load_state_dict(state)
 
     def own_state(self) -> list[Any]:
         return [stream.state_dict() for stream in self.streams] + self._own[len(self.streams) :]

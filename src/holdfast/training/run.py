@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.training import health
 from holdfast.worker import place
@@ -17,21 +17,32 @@ if TYPE_CHECKING:
     from holdfast.training.loop import Loop
 
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[[], Any])
+MOMENTS = ("abort", "aborted", "health", "rejoin")
+
+
 class Run:
     """One life of a rank. The same under `holdfast run`, under torchrun, and in a process alone."""
 
     def __init__(self, **options: Any) -> None:
+        here = place.current()
+        self._beacon = here.beacon if here is not None else None
+        self.take_place()
+        self._options = options
+        if options.get("exact"):
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, or it refuses
+        self._loop: Loop | None = None
+        self.hooks: dict[str, list[Callable[[], Any]]] = {moment: [] for moment in MOMENTS}
+
+    def take_place(self) -> None:
+        """In the world as it is now."""
         here = place.current()
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.generation = (
             here.generation if here is not None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         )
-        self._beacon = here.beacon if here is not None else None
-        self._options = options
-        if options.get("exact"):
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, or it refuses
-        self._loop: Loop | None = None
 
     @property
     def rank_zero(self) -> bool:
@@ -88,6 +99,31 @@ class Run:
         """A step is done: its samples are used, and what is due happens: a snapshot, a checkpoint, a health check, a
         line of progress; on a request to stop, a save and an orderly end."""
         self._training.step(loss, metrics)
+
+    def train(self, function: Callable[[], T]) -> T:
+        """Call it, and again after each end of a world that this rank outlives: with the same objects, in a new world,
+        after the last step that was done. What is attached, is so before. Also as a decorator."""
+        while True:
+            try:
+                return function()
+            except Exception as failure:
+                if not self._training.outlives(failure):
+                    raise
+                failure.__traceback__ = None  # which keeps the world's connections open
+            self._training.begin_again()
+
+    def on(self, moment: str) -> Callable[[F], F]:
+        """`@run.on("abort")`: a function to be called when this rank goes from one world to the next. "abort": before
+        it leaves its process groups, "aborted": after, "health": whether it may stay, "rejoin": before it is in the
+        next world. All that were given for a moment are called, in order. One that raises ends the rank."""
+        if moment not in MOMENTS:
+            raise ValueError(f"on({moment!r}): one of {', '.join(MOMENTS)} is meant")
+
+        def register(function: F) -> F:
+            self.hooks[moment].append(function)
+            return function
+
+        return register
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -154,13 +190,15 @@ def init(
     health_check_s: float = 10.0,
     exact: bool = False,
     leaves: int = 8,
+    stays: bool = False,
 ) -> Run:
     """Call it once on every rank, with the same arguments.
 
     `checkpoints` is a directory or `s3://` and the like; without, $CHECKPOINT_DIR, or `checkpoints`. A checkpoint is
     saved every `save_epochs` epochs, and every `save_steps` steps or `save_minutes` minutes where given; 0 epochs for
     none. All ranks meet every `health_check_steps` steps, and wait `health_check_s` seconds for each other; 0 for
-    never. With `exact` the final weights are the same bits at any number of ranks, after any interruptions.
+    never. With `exact` the final weights are the same bits at any number of ranks, after any interruptions. With
+    `stays`, a rank whose world is over because of another one is a rank of the next, in the same process.
     """
     options = dict(locals())
     return Run(**options)

@@ -59,7 +59,8 @@ Program = Script | Module | Command | Function
 
 
 class ForkWorker(Message, frozen=True):
-    """Start one rank. Descriptors: report, beacon, then those of `stdio` in order."""
+    """Start one rank; or, said to a process that has stayed, be that rank. Descriptors: report, beacon, stacks, seat
+    (to a new process alone), then those of `stdio` in order."""
 
     token: int
     program: Program
@@ -190,6 +191,21 @@ class LogsPlanned(Message, frozen=True):
 FromZygote = Ready | Growing | NotGrown | NotReady | Forked | NotForked | Exited | Retired | LogsPlanned
 
 
+# -- agent to worker, on its seat: a line of its own that outlives worlds ---------------------------------------------
+
+
+class Leave(Message, frozen=True):
+    """The world is over. Leave it, and stay: a place in the next one follows. `boundary`: it is not over yet, but all
+    ranks are to leave it after the same step."""
+
+    generation: int
+    why: str
+    boundary: bool = False
+
+
+ToWorker = Leave | ForkWorker
+
+
 # -- worker to agent, on the world's report socket --------------------------------------------------------------------
 
 
@@ -225,6 +241,39 @@ class Leaving(Message, frozen=True):
     generation: int
     at_s: float
     code: int
+
+
+class Stays(Message, frozen=True):
+    """When its world is over, this rank can leave it and take part in the next one. `as_it_is`: as the same rank of as
+    many, and not otherwise."""
+
+    rank: int
+    generation: int
+    as_it_is: bool = False
+
+
+class StandsBy(Message, frozen=True):
+    """A process that has no rank is ready to have one; what it takes of memory."""
+
+    host_bytes: int
+    gpu_bytes: int
+
+
+class Stumbled(Message, frozen=True):
+    """A collective has failed in a rank that stays. It waits to be told what has become of its world."""
+
+    rank: int
+    generation: int
+    at_s: float
+    headline: str
+
+
+class Left(Message, frozen=True):
+    """A rank has left its world, and takes no step until it has a place in another."""
+
+    rank: int
+    generation: int
+    at_s: float
 
 
 class Poke(Message, frozen=True):
@@ -290,4 +339,7 @@ class Counted(Message, frozen=True):
     reason: str = ""
 
 
-Report = Stepped | Raised | Leaving | Poke | Sections | Learned | Control | Trained | Restored | Counted
+Report = (
+    Stepped | Raised | Leaving | Stays | StandsBy | Stumbled | Left | Poke | Sections | Learned | Control | Trained
+    | Restored | Counted
+)  # fmt: skip

@@ -9,6 +9,8 @@ from holdfast.wire.messages import Message
 DOORBELL = "HOLDFAST_DOORBELL"  # in a rank's environment: the name, after a NUL, of its agent's socket
 
 RESUME = "HOLDFAST_RESUME"  # which checkpoint the first world begins with; '' is the latest
+STAYED = "HOLDFAST_STAYED"  # set in the environment of a world of which some ranks were in an earlier one
+STANDBY = "HOLDFAST_STANDBY"  # set in that of a process that waits to be a rank
 JOB_ID = "HOLDFAST_JOB_ID"  # the same for all worlds of one start of a job on all nodes, and for no other
 
 

@@ -37,6 +37,8 @@ LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
 LIMITS = 36  # one a phase
 DRAIN = 48  # 1: the rank is to end at the next boundary
 
+_KEPT = (TRAINS, *range(GAPS, GAPS + 4), DRAINS)  # by a rank that goes from one world to the next
+
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 HEADER_BYTES = 4096
 MAX_SECTIONS = 16_384
@@ -67,16 +69,28 @@ class Beacon:
     """The writing end, in the rank. `poke` wakes the agent; it is a system call, and seldom needed."""
 
     def __init__(self, fd: int, slot: int, generation: int, poke: Callable[[], None] = lambda: None) -> None:
-        area = mmap.mmap(fd, AREA_BYTES, offset=slot * AREA_BYTES)
-        words = self.words = memoryview(area).cast("Q")
-        self.times = memoryview(area).cast("d")
         self.poke = poke
+        self._begin(fd, slot, generation, None)
+
+    def _begin(self, fd: int, slot: int, generation: int, before: memoryview | None) -> None:
+        area = mmap.mmap(fd, AREA_BYTES, offset=slot * AREA_BYTES)
+        words = memoryview(area).cast("Q")
+        times = memoryview(area).cast("d")
         self.config = os.pread(fd, words[CONFIG_BYTES], words[CONFIG_AT])
         words[GENERATION] = generation
         words[OWNER] = os.getpid()
-        self.times[PHASE_AT] = time.monotonic()
+        if before is not None:
+            for field in _KEPT:
+                words[field] = before[field]
+        times[PHASE_AT] = time.monotonic()
         words[END] = END_MARK
         words[MAGIC] = MARK
+        self.words, self.times = words, times
+
+    def move(self, fd: int, slot: int, generation: int) -> None:
+        """The same rank, or another, in another world: what it has learned stays true. It starts again."""
+        self._begin(fd, slot, generation, self.words)
+        self.enter(Phase.STARTING)
 
     @property
     def intact(self) -> bool:

@@ -16,20 +16,19 @@ from typing import Any, NoReturn
 
 from holdfast import linux
 from holdfast.wire import messages
-from holdfast.worker import errors, place, programs, stacks
+from holdfast.worker import errors, groups, place, programs, stacks
 from holdfast.worker.beacon import Beacon, Phase
 from holdfast.worker.phases import Phases
 from holdfast.worker.place import Place
+from holdfast.worker.seat import Seat
 
 EXIT_LOST_NODE = 86  # as `control.causes` has it, which a rank does not import
 
 
 def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     """Become the rank that `request` describes, run its program, and exit as Python would."""
-    report_fd, beacon_fd, stacks_fd, *stdio = fds
-    for target, fd in zip(request.stdio, stdio, strict=True):
-        os.dup2(fd, target)
-        os.close(fd)
+    report_fd, beacon_fd, stacks_fd, seat_fd, *stdio = fds
+    place.take_streams(request, stdio)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     os.environ.update(request.env)
@@ -44,12 +43,13 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         faulthandler.enable(file=2, all_threads=True)
     stacks.install(stacks_fd)
     gc.enable()
-    here = Place(request.rank, request.generation, request.slot, report_fd, beacon_fd)
+    here = Place(request.rank, request.generation, request.slot, report_fd, beacon_fd, Seat(seat_fd))
     for fd in (report_fd, beacon_fd):
         os.close(fd)
     place.take(here)
     reporter = Reporter(here)
     Phases(here.beacon, reporter.first_step).install()
+    groups.install()
     here.beacon.enter(Phase.STARTING)  # the agent may not have known yet that there is somebody to watch
     if here.beacon.has_lease:
         _keep_to_lease(here.beacon)
@@ -69,6 +69,9 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         if place.current() is here:
             reporter.raised(failure)
         errors.show(failure)
+        if place.current() is here and here.seat is not None and here.seat.over:
+            text = f"holdfast: its world was over: {here.seat.over}; in run.train() this rank could have gone on"
+            print(text, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     finally:
         if place.current() is here:  # and not a fork of the program's own that has come to its end

@@ -43,6 +43,7 @@ class Phases:
         self._on_first_step = on_first_step
         self._main = threading.get_ident()
         self._rank = True
+        self._measures = False
         self._own = False  # the first gradient after a step is still to come
         os.register_at_fork(after_in_child=self._forget)
 
@@ -73,7 +74,9 @@ class Phases:
         if steps == 1:
             if (before := steps_before(optimizer)) is not None:
                 self._beacon.words[BASE], self._beacon.words[BASED] = before, 1
-            self._measure_own(optimizer)
+            if not self._measures:
+                self._measures = True
+                self._measure_own(optimizer)
             self._on_first_step()
         elif steps == STEPS_TO_LEARN:
             self._beacon.poke()

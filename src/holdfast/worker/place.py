@@ -5,19 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
 import msgspec
 
+from holdfast import linux
 from holdfast.wire import messages
+from holdfast.worker import stacks
 from holdfast.worker.beacon import Beacon
+from holdfast.worker.seat import Seat
+
+moved: list[Callable[[], None]] = []  # to be called when this process has another place than before
 
 VARIABLE = "HOLDFAST_PLACE"  # for programs that were started by exec: rank, generation, slot and the two descriptors
 
 
 class Place:
-    """The descriptors stay their owner's."""
+    """The descriptors stay their owner's. Without a seat there is no other place after this one."""
 
-    def __init__(self, rank: int, generation: int, slot: int, report_fd: int, beacon_fd: int) -> None:
+    def __init__(
+        self, rank: int, generation: int, slot: int, report_fd: int, beacon_fd: int, seat: Seat | None = None
+    ) -> None:
+        self.seat = seat
         self.rank = rank
         self.generation = generation
         self.slot = slot
@@ -25,6 +34,22 @@ class Place:
         self._socket = socket.socket(fileno=os.dup(report_fd))
         self._identity = _identity(report_fd)
         self.beacon = Beacon(beacon_fd, slot, generation, self._poke)
+
+    def move(self, request: messages.ForkWorker, fds: list[int]) -> None:
+        """This process has another place from now on, in another world."""
+        report_fd, beacon_fd, stacks_fd, *stdio = fds
+        take_streams(request, stdio)
+        os.environ.update(request.env)
+        linux.set_title(request.title)
+        stacks.install(stacks_fd)
+        self._socket.close()
+        self._socket = socket.socket(fileno=report_fd)
+        self._identity = _identity(report_fd)
+        self.rank, self.generation, self.slot = request.rank, request.generation, request.slot
+        self.beacon.move(beacon_fd, request.slot, request.generation)
+        os.close(beacon_fd)
+        for call in moved:
+            call()
 
     def report(self, report: messages.Report, flags: int = 0) -> bool:
         """Tell the agent. It may be gone, or far behind; neither is a reason to fail a rank. And the program may have
@@ -39,6 +64,12 @@ class Place:
         """A rank never waits for its agent here. Where there is no room for this, the agent looks at all ranks once it
         has read what is there."""
         self.report(messages.Poke(self.rank, self.generation), socket.MSG_DONTWAIT)
+
+
+def take_streams(request: messages.ForkWorker, stdio: list[int]) -> None:
+    for target, fd in zip(request.stdio, stdio, strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
 
 
 _current: Place | None = None

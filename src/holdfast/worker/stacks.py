@@ -16,12 +16,19 @@ STACK_SIGNAL = signal.SIGRTMAX - 2  # real-time, so none that a library has a us
 LAST_LINE = b" in <module>\n"
 LAST_FILE = b'  File "<string>", line '
 
+_fd = -1
+
 
 def install(fd: int) -> None:
-    """`fd` is the pipe's write end. A pipe that nobody empties must not hold up the rank."""
+    """`fd` is the pipe's write end. A pipe that nobody empties must not hold up the rank. One that was there before is
+    closed."""
+    global _fd
     os.set_blocking(fd, False)
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what is left when Python shuts down, lest a late look kills the rank
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    if _fd >= 0:
+        os.close(_fd)
+    _fd = fd
 
 
 def is_complete(dump: bytes) -> bool:

@@ -36,6 +36,7 @@ parser.add_argument("--kill-worker", type=int, default=-1, help="the data loader
 parser.add_argument("--stop-after", type=int, default=0, help="steps, in all: all ranks end, as if the machine did")
 parser.add_argument("--save-steps", type=int, default=None)
 parser.add_argument("--memory-every", type=int, default=None)
+parser.add_argument("--stays", type=int, default=0)
 args = parser.parse_args()
 
 
@@ -86,6 +87,7 @@ def main() -> None:
         exact=args.exact,
         save_steps=args.save_steps,
         memory_every=args.memory_every,
+        stays=bool(args.stays),
     )
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -93,7 +95,6 @@ def main() -> None:
     restored = run.attach(model=model, optimizer=optimizer, scheduler=scheduler)
     kills = {tuple(map(int, kill.split(":"))) for kill in args.kill.split(",") if kill}
     training = run._training
-    about = {"attempt": args.attempt, "generation": run.generation, "rank": run.rank, "world_size": run.world_size}
     data = run.batches(
         Points(),
         args.batch,
@@ -104,10 +105,12 @@ def main() -> None:
         lr_rule=args.lr_rule,
     )
     used: list[int] = []
+    at = (-1, -1)
     with open(args.out / f"used.{run.rank}.jsonl", "a", buffering=1) as file:
 
         def note(**news: Any) -> None:
-            file.write(json.dumps(about | news) + "\n")
+            place = {"generation": run.generation, "rank": run.rank, "world_size": run.world_size}
+            file.write(json.dumps({"attempt": args.attempt, **place, **news}) + "\n")
 
         found = {"restored": restored.step, "name": restored.name} if restored is not None else {"restored": 0}
         note(**found, lr=optimizer.param_groups[0]["lr"])
@@ -115,6 +118,8 @@ def main() -> None:
             batches = training._active[0]
             unit, epoch, step = batches.unit, batches.epoch, run.steps_done
             assert unit is not None
+            if (run.generation, step) != at:  # what a world that is over had of it is done again
+                at, used = (run.generation, step), []
             used += indices.tolist() if unit.weight else []
             if unit.is_last and (run.generation, step, run.rank) in kills:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,93 @@
+"""Ranks that stay: they leave a world that is over, and are ranks of the next one, in the same process."""
+
+from __future__ import annotations
+
+import signal
+
+from holdfast.control.acts import Action, Leave, Left, Signal, Started, Stays, Stumbled, Timer
+from holdfast.control.causes import Cause, Kind
+from holdfast.control.standing import Phase, Standing
+
+LEAVE_S = 5.0  # a rank that has not left its world by then is killed, and its place taken by another process
+# A collective that fails has a reason, and whoever sees that says so first. If nobody does, it is a reason of its own.
+STUMBLE_S = 1.0
+TRIES = 2  # worlds of ranks that stayed, none of which came to a step; then all are started anew
+LEAST_S = 30.0  # such a world may take so long to its first step, or LONGER times what it takes to start anew
+LONGER = 3.0
+
+
+class Staying(Standing):
+    """What a node decides about them."""
+
+    stayed = False  # some of this world's ranks were in an earlier one
+    tries = 0
+    stumbles: tuple[Cause, ...] = ()
+    started_at_s = 0.0
+    start_s = 0.0  # what it takes from there to the first step of all
+
+    def _begin_world(self) -> None:
+        self.stayed, self.staying = self.staying, False
+        self.tries = self.tries + 1 if self.stayed else 0
+        self.stays, self.left, self.stumbles = frozenset(), (), ()
+
+    def _is_up(self, now_s: float, started: Started) -> list[Action]:
+        """All ranks have a process."""
+        self.started_at_s = now_s
+        return [Timer("rejoin", started.generation, self._rejoin_s)] if self.stayed else []
+
+    def _has_stepped(self) -> None:
+        """All ranks have."""
+        self.tries = 0
+        if not self.stayed:
+            self.start_s = max(self.start_s, self.stepped_at_s - self.started_at_s)
+
+    @property
+    def _rejoin_s(self) -> float:
+        return max(LEAST_S, LONGER * self.start_s)
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def _stops(self, signum: int, why: str, drain: bool = False) -> list[Action]:
+        """Those that can stay leave a world that is over, the others end. `drain`: at a boundary, all of them."""
+        assert self.world is not None
+        may_stay = self.over is None and self.stop_signal is None and not self.hung and self.tries < TRIES
+        leaves = self.live & self.stays if may_stay else frozenset()
+        if self.stayed and self.tries >= TRIES:
+            why += f"; ranks that stayed came to no step in {TRIES} worlds, so all are started anew"
+        actions: list[Action] = []
+        if leaves:
+            actions.append(Leave(tuple(sorted(leaves)), why, drain))
+        if leaves and not drain:
+            actions.append(Timer("leave", self.world.generation, LEAVE_S))
+        if ends := self.live - leaves:
+            self.sent |= {signum}
+            actions.append(Signal(tuple(sorted(ends)), signum, why, drain))
+        if ends or drain:
+            actions.append(Timer("grace", self.world.generation, self.grace_s))
+        return actions
+
+    def _kill_late(self) -> list[Action]:
+        late = tuple(sorted(self.live & self.stays))
+        if not late:
+            return []
+        self.sent |= {signal.SIGKILL}
+        return [Signal(late, signal.SIGKILL, f"still in its world {LEAVE_S:g} s after being told to leave it")]
+
+    def _stays(self, event: Stays) -> None:
+        self.stays |= {event.rank} & self.live
+
+    def _left(self, event: Left) -> bool:
+        """Whether it was the last of its world to go."""
+        if event.rank not in self.live or self.phase is not Phase.STOPPING:
+            return False
+        self.live -= {event.rank}
+        self.left += (event,)
+        self.staying = True
+        return not self.live
+
+    def _stumbled(self, event: Stumbled) -> list[Action]:
+        if event.rank not in self.live or self.phase is not Phase.RUNNING:
+            return []
+        first = not self.stumbles
+        self.stumbles += (Cause(Kind.BACKEND, event.headline, event.at_s, rank=event.rank),)
+        return [Timer("stumble", event.generation, STUMBLE_S)] if first else []

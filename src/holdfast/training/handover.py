@@ -1,0 +1,141 @@
+"""The newest state, from the memory of a rank that has it to those that have not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from holdfast.checkpoint import boxes, contents
+from holdfast.checkpoint.placing import prepare
+from holdfast.checkpoint.sources import Source
+from holdfast.checkpoint.together import Together
+
+CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 16
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has: the state after a step, of the training as it went in a generation. None at all: -1."""
+
+    generation: int = -1
+    step: int = -1
+    term: int = -1  # of checkpoints
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True):
+    """Who gives it, and who lacks it."""
+
+    source: int
+    best: Offer
+    lack: tuple[int, ...]
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True):
+    nodes: Any
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+
+
+def agree(together: Together, mine: Offer) -> Decided | None:
+    """None: no rank has anything."""
+
+    def decide(said: list[bytes]) -> bytes:
+        offers = [msgspec.json.decode(one, type=Offer) for one in said]
+        best = max(offers, key=lambda offer: (offer.generation, offer.step))
+        source = offers.index(best)
+        lack = tuple(rank for rank, offer in enumerate(offers) if offer != best)
+        return msgspec.json.encode(Decided(source, best, lack))
+
+    decided = msgspec.json.decode(together.agree(msgspec.json.encode(mine), decide), type=Decided)
+    return decided if decided.best.step >= 0 else None
+
+
+def hand_over(together: Together, decided: Decided, state: Mapping[str, Any]) -> None:
+    """All ranks come here. Those that lack the state have it afterwards; the others' is not touched."""
+    if not decided.lack:
+        return
+    gives, takes = together.rank == decided.source, together.rank in decided.lack
+    tensors: dict[str, torch.Tensor] = {}
+    told = b""
+    if gives:
+        found = contents.collect(state)
+        tensors = {key: tensor.detach() for key, tensor in found.tensors.items()}
+        described = [(key, _name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors.items()]
+        told = msgspec.json.encode(Described(found.nodes, described))
+    told = together.agree(told, lambda said: said[decided.source])
+    theirs = msgspec.json.decode(told, type=Described)
+    finish = []
+    if takes:
+        placing = prepare(state, Peer(decided.best.step, theirs))
+        tensors, finish = {key: tensor.detach() for key, tensor in placing.targets.items()}, placing.finish
+    _broadcast(decided.source, theirs, tensors, gives, takes)
+    for each in finish:
+        each()
+
+
+def from_rank_zero(together: Together, state: Mapping[str, Any]) -> None:
+    """All ranks come here, and have its state afterwards."""
+    hand_over(together, Decided(0, Offer(), tuple(range(1, together.size))), state)
+
+
+class Peer(Source):
+    """A state that comes from another rank."""
+
+    def __init__(self, step: int, described: Described) -> None:
+        self.step, self.epoch, self.metrics, self.world_size = step, None, {}, None
+        self.nodes = described.nodes
+        self._described = {key: (dtype, shape) for key, dtype, shape in described.tensors}
+
+    def described(self, key: str) -> tuple[str, tuple[int, ...]] | None:
+        return self._described.get(key)
+
+
+def _broadcast(
+    source: int, described: Described, tensors: Mapping[str, torch.Tensor], gives: bool, takes: bool
+) -> None:
+    """In few pieces, each a buffer that is packed here and unpacked there. Those that have it all take part, too: a
+    collective is a matter of all ranks."""
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    with torch.no_grad():
+        for chunk, size in _chunks(described):
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            views = {key: _view(buffer, at, dtype, shape) for key, at, dtype, shape in chunk}
+            if gives:
+                for key, view in views.items():
+                    view.copy_(tensors[key])
+            dist.broadcast(buffer, source)
+            if takes:
+                for key, view in views.items():
+                    if (target := tensors.get(key)) is not None:
+                        target.copy_(view)
+
+
+def _chunks(described: Described) -> Iterator[tuple[list[tuple[str, int, torch.dtype, tuple[int, ...]]], int]]:
+    chunk: list[tuple[str, int, torch.dtype, tuple[int, ...]]] = []
+    at = 0
+    for key, name, shape in described.tensors:
+        dtype = boxes.dtype_of(name)
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        if chunk and at + size > CHUNK_BYTES:
+            yield chunk, at
+            chunk, at = [], 0
+        chunk.append((key, at, dtype, tuple(shape)))
+        at += -(-size // _ALIGNMENT) * _ALIGNMENT
+    if chunk:
+        yield chunk, at
+
+
+def _view(buffer: torch.Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = 1
+    for length in shape:
+        count *= length
+    return buffer[at : at + count * dtype.itemsize].view(dtype).view(shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,91 @@
+"""Modules that hold a process group, after that is gone: they get the new one, and stay the objects that they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrapped(modules: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:
+    """Each once."""
+    for part in _parts(modules):
+        if isinstance(part, DistributedDataParallel):
+            yield part
+
+
+def is_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether a rank holds what no other has, so that a world of another size would need another cut."""
+    return any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters())
+
+
+def hinders(modules: Iterable[nn.Module]) -> str:
+    """What cannot be given another group, if there is such a thing."""
+    default = c10d._get_default_group().group_name
+    for part in _parts(modules):
+        if isinstance(part, DistributedDataParallel) and part.process_group.group_name != default:
+            return "a DistributedDataParallel with a process group of its own"
+        if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
+            if not any(callable(getattr(module, "reset_iter_state", None)) for module in modules):
+                return "shards of this version of torch (2.13 has FSDPModule.reset_iter_state)"
+            own = part.parameters(recurse=False)
+            meshes = {parameter.device_mesh for parameter in own if isinstance(parameter, DTensor)}
+            if any(mesh.ndim != 1 or mesh.get_group().group_name != default for mesh in meshes):
+                return "shards on a mesh that is not all ranks in a row"
+    return ""
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Let go of what belongs to the world that is over: its groups, and the gradients of a step that will not be."""
+    for module in modules:
+        if callable(reset := getattr(module, "reset_iter_state", None)):  # a root of FSDP2
+            with contextlib.suppress(Exception):  # it may wait for a collective that has failed
+                reset()
+        for parameter in module.parameters():
+            parameter.grad = None
+    for part in wrapped(modules):
+        part.process_group = part.reducer = part.logger = None  # type: ignore[assignment]
+
+
+def renew(modules: Iterable[nn.Module]) -> None:
+    """Without a word to the other ranks: that all have the same weights is seen to elsewhere."""
+    for part in _parts(modules):
+        if isinstance(part, DistributedDataParallel):
+            _renew_ddp(part)
+        for group in _param_groups(part):
+            for info in (group.mesh_info, group.post_forward_mesh_info):
+                if info is not None:
+                    for name in info.mesh._dim_group_names:
+                        info.mesh._get_root_mesh()._pg_registry[name] = c10d._get_default_group()
+                    info.__post_init__()
+
+
+def _renew_ddp(part: DistributedDataParallel) -> None:
+    part.process_group = c10d._get_default_group()
+    parameters, sparse = part._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    names = part._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+    part._ddp_init_helper(parameters, sparse, names, part.static_graph)  # type: ignore[no-untyped-call]
+    part._has_rebuilt_buckets = part._lazy_init_ran = False
+    hooks, part._comm_hooks = part._comm_hooks, []
+    for hook, state in hooks:
+        part.register_comm_hook(state, hook)
+
+
+def _parts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+    for module in modules:
+        for part in module.modules():
+            if id(part) not in seen:
+                seen.add(id(part))
+                yield part
+
+
+def _param_groups(part: nn.Module) -> list[Any]:
+    if not callable(get := getattr(part, "_get_fsdp_state", None)):
+        return []
+    return list(get()._fsdp_param_groups)

@@ -1,0 +1,200 @@
+"""How a rank outlives its world: it leaves what is broken, and goes on in the next one with what it has in memory.
+
+A step that cannot be completed is let run to its end, so that no exception shows up in the program: what its backward
+raises is kept here, and nothing that counts (optimizer, scheduler, scaler) is stepped. `run.step()` then finds that the
+world is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast import linux
+from holdfast.checkpoint import randomness, together
+from holdfast.training import health, rebuilding
+from holdfast.wire import messages
+from holdfast.wire.snapshots import STANDBY
+from holdfast.worker import errors, groups, place
+from holdfast.worker.place import Place
+from holdfast.worker.saying import say
+from holdfast.worker.seat import Seat
+
+Hooks = dict[str, list[Callable[[], Any]]]
+
+_active: Survival | None = None
+
+
+def begin(modules: Iterable[nn.Module], hooks: Hooks) -> Survival | None:
+    """None: this process is no rank of an agent's, or has no group to get out of."""
+    global _active
+    here = place.current()
+    if here is None or here.seat is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    modules = list(modules)
+    if why := rebuilding.hinders(modules):
+        if here.rank == 0:
+            say(f"ranks do not outlive their worlds: {why} cannot be given another process group")
+        return None
+    _active = Survival(here, here.seat, modules, hooks)
+    return _active
+
+
+class Survival:
+    def __init__(self, here: Place, seat: Seat, modules: list[nn.Module], hooks: Hooks) -> None:
+        self._place, self._seat, self._modules = here, seat, modules
+        self.hooks = hooks
+        self._made = groups.made()
+        self.doomed = False  # the step that is being done cannot be completed
+        self._mark: Mark | None = None
+        seat.watch(here.generation, groups.abort, functools.partial(groups.abort, store=True))
+        torch.autograd.backward = _kept(torch.autograd.backward)
+        for part in rebuilding.wrapped(modules):
+            if hasattr(part, "_sync_buffers"):
+                part._sync_buffers = _kept(part._sync_buffers)  # type: ignore[method-assign]
+
+    def announce(self) -> None:
+        """From here on this rank is worth to be kept."""
+        here = self._place
+        here.report(messages.Stays(here.rank, here.generation, rebuilding.is_sharded(self._modules)))
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether this process has no rank yet."""
+        return bool(os.environ.get(STANDBY))
+
+    def stand_by(self) -> None:
+        """Until there is a place for this process."""
+        device = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._place.report(messages.StandsBy(_resident_bytes(), torch.cuda.memory_reserved() + 1 if device else 0))
+        place_in_it = self._seat.next_place()
+        rebuilding.release(self._modules)
+        groups.leave()
+        self._join(place_in_it)
+
+    @property
+    def over(self) -> bool:
+        """Whether the world is."""
+        return self.doomed or bool(self._seat.over)
+
+    @property
+    def asked(self) -> bool:
+        """Whether all ranks are to leave the world after the same step."""
+        return bool(self._seat.asked)
+
+    def leave_at_boundary(self) -> None:
+        self._seat.leave_at_boundary()
+
+    def outlives(self, failure: Exception) -> bool:
+        """Whether this is the end of the world and not the program's own mistake. Waits to be told."""
+        if not isinstance(failure, (RuntimeError, OSError)):
+            return False
+        if not self._seat.over:
+            if not errors.describe(failure).distributed:
+                return False
+            headline = f"{type(failure).__name__}: {str(failure).splitlines()[0][:300]}"
+            here = self._place
+            here.report(messages.Stumbled(here.rank, here.generation, time.monotonic(), headline))
+            self._seat.wait_until_over()
+        self.doomed = True
+        return True
+
+    # -- between two worlds -------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """This world, for good."""
+        self._call("abort")
+        groups.abort()
+        self._call("aborted")
+        if not self._call("health"):
+            say(f"rank {self._place.rank} is not healthy, by its own check, and ends")
+            raise SystemExit(1)
+        here = self._place
+        self._seat.left()
+        here.report(messages.Left(here.rank, here.generation, time.monotonic()))
+        rebuilding.release(self._modules)  # while the next world is being formed
+        groups.leave()
+
+    def _call(self, moment: str) -> bool:
+        answers = [call() for call in self.hooks[moment]]
+        return all(answer is not False for answer in answers)
+
+    def join(self) -> None:
+        """The next one, as soon as there is a place in it."""
+        place_in_it = self._seat.next_place()
+        self._call("rejoin")
+        self._join(place_in_it)
+        self.announce()
+
+    def _join(self, place_in_it: tuple[messages.ForkWorker, list[int]]) -> None:
+        self._place.move(*place_in_it)
+        together.begin_world()
+        health.begin_world()
+        assert self._made is not None
+        groups.join(self._made)
+        rebuilding.renew(self._modules)
+        self.doomed = False
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step_done(self) -> None:
+        """All is as it should be after a step; what the next one changes before its optimizer steps can be undone."""
+        if self._mark is None:
+            self._mark = Mark(self._modules)
+        self._mark.take()
+
+    def undo(self) -> None:
+        if self._mark is not None:
+            self._mark.put_back()
+
+
+def _resident_bytes() -> int:
+    pages = int(linux.read("/proc/self/statm").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Mark:
+    """Random generators, and modules' buffers: what a forward changes."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+        self._randomness: dict[str, Any] = {}
+
+    def take(self) -> None:
+        self._randomness = randomness.capture()
+        if self._buffers:
+            torch._foreach_copy_(self._kept, self._buffers)
+
+    def put_back(self) -> None:
+        if self._randomness:
+            randomness.put_back(self._randomness)
+        with torch.no_grad():
+            for buffer, kept in zip(self._buffers, self._kept, strict=True):
+                buffer.copy_(kept)
+
+
+def _kept(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What it raises because the world is over is not raised: the step is doomed, and goes on to its end."""
+
+    @functools.wraps(call)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as failure:
+            if _active is None or not _active.outlives(failure):
+                raise
+            failure.__traceback__ = None  # by which it would keep the group, and its connections, open
+            with contextlib.suppress(AttributeError):
+                failure.__context__ = failure.__cause__ = None
+        return None
+
+    return kept

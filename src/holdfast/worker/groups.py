@@ -1,0 +1,179 @@
+"""The process groups of a rank: how to get out of one that is broken, and into the next world's.
+
+NCCL can be aborted from another thread. Gloo cannot: a rank that waits for a peer waits until the connection is closed,
+or for half an hour. So the connections that a gloo group makes are noted as it makes them, and closed from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from holdfast import linux
+from holdfast.wire.snapshots import STANDBY, STAYED
+
+
+class Made(NamedTuple):
+    """How the default group was made."""
+
+    backend: str | None
+    timeout: timedelta | None
+    device: Any
+
+
+_settled = False  # this rank has what the others have
+_wanted: Made | None = None
+_sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
+
+
+def install() -> None:
+    """Note the connections of all groups from now on."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if (make := getattr(c10d, "_new_process_group_helper", None)) is not None:
+        c10d._new_process_group_helper = _noting(make)
+    if os.environ.get(STAYED) or os.environ.get(STANDBY):
+        from torch.nn.parallel import DistributedDataParallel
+
+        DistributedDataParallel.__init__ = _silent(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    if os.environ.get(STANDBY):
+        import torch.distributed as dist
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        dist.init_process_group = c10d.init_process_group = _pretend(c10d.init_process_group)
+        register_optimizer_step_pre_hook(_trains_in_vain)
+
+
+def _pretend(init: Callable[..., None]) -> Callable[..., None]:
+    """For a process without a rank: a group whose collectives do nothing. How the program wanted it is kept."""
+
+    @functools.wraps(init)
+    def init_process_group(
+        backend: Any = None, init_method: Any = None, timeout: timedelta | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        global _wanted
+        if not os.environ.get(STANDBY):  # it has a rank by now
+            init(backend, init_method, timeout, *args, **kwargs)
+            return
+        from torch.testing._internal.distributed import fake_pg
+
+        _wanted = Made(backend, timeout, kwargs.get("device_id"))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        init("fake", rank=rank, world_size=size, store=fake_pg.FakeStore())
+
+    return init_process_group
+
+
+def _trains_in_vain(*_: Any) -> None:
+    if os.environ.get(STANDBY):
+        print(
+            "holdfast: a program that stands by has to call run.attach() before it trains", file=sys.stderr, flush=True
+        )
+        os._exit(1)
+
+
+def _silent(init: Callable[..., None]) -> Callable[..., None]:
+    """A new rank among old ones: they have wrapped their modules long ago, and bring the weights along. What it wraps
+    when it has them is wrapped by all."""
+
+    @functools.wraps(init)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        init(*args, **(kwargs if _settled else {**kwargs, "init_sync": False}))
+
+    return __init__
+
+
+def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        before = dict(_connections())
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _sockets.update((fd, inode) for fd, inode in _connections() if before.get(fd) != inode)
+
+    return made
+
+
+def _connections() -> Iterator[tuple[int, int]]:
+    """Descriptors of TCP connections, and their inodes."""
+    for fd in linux.open_descriptors():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") and _remote(fd):
+                yield fd, os.fstat(fd).st_ino
+
+
+def _remote(fd: int) -> int:
+    """The port at the other end of a TCP connection; 0 if it is none, or is one that listens."""
+    with socket.socket(fileno=os.dup(fd)) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return 0
+        try:
+            return int(found.getpeername()[1])
+        except OSError:
+            return 0
+
+
+def settle() -> None:
+    global _settled
+    _settled = True
+
+
+def abort(store: bool = False) -> None:
+    """Have whoever waits in a collective of this world fail, now; or also whoever waits for its store. From any
+    thread."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for group in list(c10d._world.pg_names):
+        with contextlib.suppress(Exception):
+            group.abort()
+    stores = os.environ.get("MASTER_PORT", "") if store else ""
+    for fd, inode in _connections():
+        with contextlib.suppress(OSError):  # whoever had it may close it in this moment
+            if (fd, inode) in _sockets or (stores and str(_remote(fd)) == stores):
+                with socket.socket(fileno=os.dup(fd)) as found:
+                    found.shutdown(socket.SHUT_RDWR)
+
+
+def made() -> Made | None:
+    """None: there is no group."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    if not dist.is_initialized():
+        return None
+    if _wanted is not None:
+        return _wanted
+    group = c10d._get_default_group()
+    timeout = None
+    for device in group._device_types:
+        with contextlib.suppress(Exception):
+            timeout = group._get_backend(torch.device(device)).options._timeout
+    backend = str(dist.get_backend(group))
+    if backend == dist.Backend.UNDEFINED:  # one for each kind of device
+        backend = str(c10d._world.pg_backend_config[group])
+    return Made(backend, timeout, getattr(group, "bound_device_id", None))
+
+
+def leave() -> None:
+    """Forget all groups. They are gone when nobody has them any more."""
+    import torch.distributed as dist
+
+    abort()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    _sockets.clear()
+
+
+def join(as_before: Made) -> None:
+    """The group of the world that the environment names."""
+    import torch.distributed as dist
+
+    dist.init_process_group(as_before.backend, timeout=as_before.timeout, device_id=as_before.device)

@@ -1,0 +1,49 @@
+"""Nodes come and go, and the ranks of the others stay in their processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from cluster.cluster import Cluster, MakeCluster
+from cluster.jobs import Job
+
+SCRIPT = Path(__file__).parents[1] / "survivors" / "scripts" / "survives.py"
+
+
+def training(nodes: Cluster, nnodes: str, *flags: str) -> Job:
+    """It never ends by itself."""
+    (nodes.folder / "state").mkdir()
+    env = {"CHECKPOINT_DIR": str(nodes.folder / "checkpoints"), "STATE": str(nodes.folder / "state")}
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    args = ("--steps=100000", "--pace=0.02")
+    return Job(nodes, *flags, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
+
+
+def steps(nodes: Cluster, pid: int) -> list[int]:
+    return [line["step"] for line in nodes.news.seen if line["pid"] == pid]
+
+
+def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
+    trio = cluster()
+    job = training(trio, "1:3")
+    job.start(0)
+    first = job.wait_generation(0, 0)[0]
+    for node in (1, 2):
+        job.start(node)
+        world = job.wait_generation(node, *range(node + 1))
+        assert world[0]["pid"] == first["pid"] and {line["restart_count"] for line in world.values()} == {0}
+    second = world[1]["pid"]
+    trio.signal_agent(2, signal.SIGTERM)
+    assert job.ends(2) == [0]
+    world = job.wait_generation(3, 0, 1)
+    assert [world[node]["pid"] for node in (0, 1)] == [first["pid"], second]
+    assert {line["restart_count"] for line in world.values()} == {0}
+    trio.kill_node(1)
+    world = job.wait_generation(4, 0)
+    assert world[0]["pid"] == first["pid"] and world[0]["restart_count"] == 1
+    trio.signal_agent(0, signal.SIGTERM)
+    assert job.ends(0) == [0]
+    done = steps(trio, first["pid"])
+    assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
+    assert trio.leftovers() == []

@@ -1,0 +1,139 @@
+"""Ranks that stay: they leave a world that is over, and are ranks of the next one."""
+
+from __future__ import annotations
+
+import signal
+
+from lone_job import FOREVER_S, LoneJob
+from stories import every, the
+
+from holdfast.control.acts import Leave, Left, Signal, Started, Stays, StopRequested, Stumbled, Timer
+from holdfast.control.causes import Kind
+from holdfast.control.staying import LEAST_S, LEAVE_S, LONGER, TRIES
+
+
+def training(ranks: int = 3, max_restarts: int = 10) -> LoneJob:
+    """A world whose ranks step, and can stay."""
+    job = LoneJob(ranks, max_restarts).starts()
+    return stays(job, *range(ranks))
+
+
+def stays(job: LoneJob, *ranks: int) -> LoneJob:
+    for rank in ranks:
+        job.hears(Stays(job.generation, rank), 0.0)
+    job.steps(*ranks)
+    return job
+
+
+def leaves(job: LoneJob, *ranks: int) -> None:
+    for rank in ranks:
+        job.hears(Left(job.generation, rank, steps=5), 0.01)
+
+
+def test_the_others_leave_and_one_process_is_new() -> None:
+    job = training()
+    actions = job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    assert the(actions, Leave).ranks == (0, 2) and not every(actions, Signal)
+    leaves(job, 0, 2)
+    assert [(world.generation, world.stayed) for world in job.worlds] == [(0, False), (1, True)]
+    job.hears(Started(1))
+    job.steps(0, 1, 2)
+    assert job.opened() == job.closed() == [1] and job.spent == 1
+    assert job.coordinator.steps == 5
+
+
+def test_those_that_cannot_are_ended_and_those_that_can_leave() -> None:
+    job = LoneJob(3, 10).starts()
+    stays(job, 0)
+    actions = job.ends(2, -signal.SIGKILL, after_s=FOREVER_S)
+    assert the(actions, Leave).ranks == (0,)
+    assert the(actions, Signal).ranks == (1,) and the(actions, Signal).signum == signal.SIGTERM
+    leaves(job, 0)
+    assert len(job.worlds) == 1
+    job.ends(1, -signal.SIGTERM)
+    assert job.worlds[-1].stayed
+
+
+def test_one_that_does_not_get_out_is_killed() -> None:
+    job = training()
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
+    leaves(job, 2)
+    [killed] = job.timer("leave", LEAVE_S)
+    assert isinstance(killed, Signal) and killed.ranks == (0,) and killed.signum == signal.SIGKILL
+    assert "still in its world" in killed.why
+    job.ends(0, -signal.SIGKILL)
+    assert job.worlds[-1].stayed
+
+
+def test_a_collective_that_fails_for_no_reason_that_is_seen_is_a_reason() -> None:
+    job = training()
+    [timer] = job.hears(Stumbled(0, 2, job.now_s, "connection closed by peer"), FOREVER_S)
+    assert isinstance(timer, Timer) and not job.hears(Stumbled(0, 0, job.now_s, "connection closed by peer"), 0.1)
+    assert the(job.timer("stumble"), Leave).ranks == (0, 1, 2)
+    leaves(job, 0, 1, 2)
+    assert job.opened() == [1] and job.worlds[-1].stayed
+
+
+def test_a_reason_that_is_seen_comes_first() -> None:
+    job = training()
+    job.hears(Stumbled(0, 0, job.now_s, "connection closed by peer"), FOREVER_S)
+    job.ends(1, -signal.SIGKILL, after_s=0.01)
+    assert job.timer("stumble") == []
+    leaves(job, 0, 2)
+    assert job.coordinator.account.incident is not None
+    assert job.coordinator.account.incident.kind is Kind.SIGNAL
+
+
+def test_after_two_worlds_without_a_step_all_are_started_anew() -> None:
+    job = training()
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    leaves(job, 0, 2)
+    for _ in range(TRIES - 1):
+        job.hears(Started(job.generation))
+        for rank in range(3):
+            job.hears(Stays(job.generation, rank), 0.0)
+        assert every(job.ends(1, -signal.SIGKILL, after_s=FOREVER_S), Leave)
+        leaves(job, 0, 2)
+    job.hears(Started(job.generation))
+    for rank in range(3):
+        job.hears(Stays(job.generation, rank), 0.0)
+    actions = job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
+    assert not every(actions, Leave) and "started anew" in the(actions, Signal).why
+    job.ends(0, -signal.SIGTERM)
+    job.ends(2, -signal.SIGTERM)
+    assert not job.worlds[-1].stayed
+
+
+def test_a_world_of_them_that_comes_to_no_step_is_given_up() -> None:
+    job = training()
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    leaves(job, 0, 2)
+    [limit] = every(job.hears(Started(1)), Timer)
+    assert limit.name == "rejoin" and limit.after_s == max(LEAST_S, LONGER * job.node.start_s)
+    stays(job, 0, 2)
+    actions = job.timer("rejoin", limit.after_s)
+    assert not every(actions, Leave) and "did no step within" in the(actions, Signal).why
+    for rank in range(3):
+        job.ends(rank, -signal.SIGTERM)
+    assert not job.worlds[-1].stayed
+
+
+def test_a_job_that_is_told_to_stop_keeps_nobody() -> None:
+    job = training()
+    job.hears(StopRequested(signal.SIGTERM))
+    assert not every(job.log, Leave)
+    job = training()
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
+    leaves(job, 0)
+    job.hears(StopRequested(signal.SIGTERM))
+    leaves(job, 2)
+    assert job.ended_as is Kind.PREEMPTED
+
+
+def test_they_are_gone_with_their_zygote() -> None:
+    job = training()
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
+    leaves(job, 0)
+    job.loses_helpers()
+    job.starts()
+    assert not job.worlds[-1].stayed

@@ -1,0 +1,135 @@
+"""A training whose ranks outlive their worlds. `--kills` is a list of who dies, where, and in which step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
+
+import holdfast
+
+WIDTH = 8
+STATE = Path(os.environ["STATE"])
+
+
+class Kills:
+    """Each comes once, in whichever world gets that far."""
+
+    def __init__(self, planned: list[dict[str, Any]]) -> None:
+        self._planned = planned
+        self.step = 0
+
+    def at(self, where: str) -> None:
+        for number, kill in enumerate(self._planned):
+            early = int(os.environ["HOLDFAST_GENERATION"]) < kill.get("generation", 0)
+            here = kill["at"] == where and kill["rank"] == int(os.environ["RANK"])
+            if here and not early and self.step >= kill.get("step", 0):
+                try:
+                    os.close(os.open(STATE / f"killed.{number}", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    continue
+                if kill.get("how") == "raise":
+                    raise ValueError("of the program's own")
+                if kill.get("how") == "stuck":
+                    time.sleep(60)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Watched:
+    """A part of the state that is asked for when it is saved or handed over, and told when it is loaded."""
+
+    def __init__(self, kills: Kills) -> None:
+        self._kills = kills
+
+    def state_dict(self) -> dict[str, int]:
+        self._kills.at("state")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._kills.at("load")
+
+
+def say(run: holdfast.Run, **more: Any) -> None:
+    line = {"rank": run.rank, "generation": run.generation, "pid": os.getpid(), "world_size": run.world_size, **more}
+    line |= {"node": int(os.environ.get("NODE", "0")), "run_id": os.environ["TORCHELASTIC_RUN_ID"]}
+    line |= {"restart_count": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
+    with open(os.environ["NEWS"], "w") as news:
+        news.write(json.dumps(line) + "\n")
+
+
+def main() -> nn.Module:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=json.loads, default=[])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--buffers", action="store_true")
+    parser.add_argument("--dropout", action="store_true")
+    parser.add_argument("--train", action="store_true", help="by run.train")
+    parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--stays", type=int, default=1)
+    args = parser.parse_args()
+    kills = Kills(args.kills)
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(WIDTH, 32), nn.GELU()]
+    layers += [nn.BatchNorm1d(32)] if args.buffers else []
+    layers += [nn.Dropout(0.2)] if args.dropout else []
+    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(32, WIDTH)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    data = torch.randn(args.steps * 16, WIDTH)
+    dataset = TensorDataset(data, data.roll(1, dims=1).sin())
+    run = holdfast.init(
+        save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
+    )
+    run.attach(model=model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills))
+    torch.manual_seed(run.rank)  # for dropout
+    model.module[0].register_forward_hook(lambda *_: kills.at("forward"))
+    model.module[0].weight.register_hook(lambda _: kills.at("backward"))
+    register_optimizer_step_pre_hook(lambda *_: kills.at("before step"))
+    register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
+
+    def train() -> None:
+        for x, y in run.batches(dataset, 16, epochs=1, shuffle=False):
+            kills.step = run.steps_done + 1
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if args.own:
+                dist.all_reduce(torch.ones(1))
+            optimizer.step()
+            scheduler.step()
+            run.step(loss=loss)
+            if run.steps_done == kills.step:  # else this one could not be done
+                say(run, step=run.steps_done, rate=scheduler.get_last_lr()[0])
+            time.sleep(args.pace)
+
+    if args.train:
+        run.train(train)
+    else:
+        train()
+    if run.rank_zero:
+        state = [model.module.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+        torch.save(state, STATE / "weights.pt")
+    run.close()
+    dist.destroy_process_group()
+    return model
+
+
+if __name__ == "__main__":
+    kept = main()  # torch 2.13 can deadlock when a model is freed right after its last collective on gloo
+    sys.exit(0)

@@ -1,0 +1,172 @@
+"""A rank dies, the others stay: in the same processes, after the last step that was done, with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import Job
+
+SCRIPT = Path(__file__).parent / "scripts" / "survives.py"
+STEPS = 30
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The state that a training with these flags ends with."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def state(*flags: str, nproc: int = 3) -> Any:
+        if (flags, nproc) not in known:
+            twin = Job(tmp_path_factory.mktemp("twin"))
+            try:
+                assert run(twin, [], *flags, nproc=nproc) == 0, twin.err
+                known[flags, nproc] = torch.load(twin.folder / "weights.pt")
+            finally:
+                twin.end()
+        return known[flags, nproc]
+
+    return state
+
+
+def run(job: Job, kills: list[dict[str, Any]], *flags: str, nproc: int = 3) -> int:
+    given = (f"--kills={json.dumps(kills)}", f"--steps={STEPS}", *flags)
+    return job.run(SCRIPT, *given, nproc=nproc, max_restarts=20, env={"CHECKPOINT_DIR": str(job.folder / "saved")})
+
+
+def steps(job: Job) -> dict[int, list[int]]:
+    """Those that each rank has done, in order."""
+    found: dict[int, list[int]] = {}
+    for line in job.news.seen:
+        if "step" in line:
+            found.setdefault(line["rank"], []).append(line["step"])
+    return found
+
+
+def pids(job: Job, rank: int) -> list[int]:
+    return list(dict.fromkeys(line["pid"] for line in job.news.seen if line["rank"] == rank))
+
+
+def same(one: Any, other: Any, bits: bool) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) if bits else torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key], bits) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(here, there, bits) for here, there in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def check(job: Job, expected: Any, dead: set[int], nproc: int = 3, bits: bool = False) -> None:
+    """Of more than two ranks, DDP sums gradients in another order in the first step of a world."""
+    assert job.leftovers() == []
+    assert same(torch.load(job.folder / "weights.pt"), expected, bits or nproc == 2)
+    for rank in range(nproc):
+        if rank not in dead:
+            assert len(pids(job, rank)) == 1, f"rank {rank} has stayed"
+    found = steps(job)
+    for rank, done in found.items():
+        assert done == sorted(set(done)) and done[-1] == STEPS, f"rank {rank} has done no step twice"
+    assert set().union(*found.values()) == set(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("at", ["forward", "backward", "before step", "after step"])
+@pytest.mark.parametrize("how", [(), ("--train",)], ids=["plain", "train"])
+def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, ...]) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": at}], *how) == 0, job.err
+    check(job, undisturbed(), {1})
+    [incident] = job.incidents()
+    assert incident["kind"] == "signal" and incident["rank"] == 1
+    assert [event["stayed"] for event in job.events("world.launched")] == [[], [0, 2]]
+    assert job.events("ranks.signalled") == []
+
+
+@pytest.mark.parametrize("flag", ["--buffers", "--dropout"])
+def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: str) -> None:
+    """Buffers, which DDP sends round before each forward, and random numbers."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], flag, nproc=2) == 0, job.err
+    assert len(pids(job, 0)) == 1
+    if flag == "--buffers":
+        check(job, undisturbed(flag, nproc=2), {1}, nproc=2)
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_exact_to_the_bit(job: Job, undisturbed: Any, at: str) -> None:
+    kills = [{"rank": 1, "step": 11, "at": at}, {"rank": 0, "step": 19, "at": at}]
+    assert run(job, kills, "--exact", "--dropout") == 0, job.err
+    check(job, undisturbed("--exact", "--dropout"), {0, 1}, bits=True)
+
+
+def test_two_at_once(job: Job, undisturbed: Any) -> None:
+    kills = [{"rank": rank, "step": 11, "at": "backward"} for rank in (0, 2)]
+    assert run(job, kills) == 0, job.err
+    check(job, undisturbed(), {0, 2})
+
+
+@pytest.mark.parametrize("at", ["load", "state"], ids=["the new rank", "the one that has the state"])
+def test_killed_in_the_recovery_itself(job: Job, undisturbed: Any, at: str) -> None:
+    rank = 1 if at == "load" else 0
+    kills: list[dict[str, Any]] = [{"rank": 1, "step": 11, "at": "backward"}]
+    kills.append({"rank": rank, "generation": 1, "at": at})
+    assert run(job, kills) == 0, job.err
+    check(job, undisturbed(), {0, 1})
+    assert len(job.incidents()) == 2
+
+
+def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed: Any) -> None:
+    kills = [{"rank": 2, "step": 11, "at": "after step", "how": "stuck"}, {"rank": 1, "step": 12, "at": "forward"}]
+    assert run(job, kills) == 0, job.err
+    check(job, undisturbed(), {1, 2})
+    [signalled] = job.events("ranks.signalled")
+    assert signalled["ranks"] == [2] and "still in its world" in signalled["why"]
+
+
+def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job) -> None:
+    """The rank ends by it, and the others stay."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "forward", "how": "raise"}], "--train") == 0, job.err
+    assert "ValueError: of the program's own" in job.err
+    [incident] = job.incidents()
+    assert (incident["kind"], incident["rank"]) == ("error", 1)
+    assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1]
+
+
+def test_a_collective_of_the_programs_own(job: Job, undisturbed: Any) -> None:
+    """With run.train it is begun again. Without, the rank ends, and a new process takes its place."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "before step"}], "--own", "--train") == 0, job.err
+    check(job, undisturbed("--own"), {1})
+
+
+def test_without_it_all_are_started_anew(job: Job, undisturbed: Any) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--stays=0") == 0, job.err
+    assert all(len(pids(job, rank)) == 2 for rank in range(3))
+    assert [event["stayed"] for event in job.events("world.launched")] == [[], []]
+
+
+def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> None:
+    env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
+    flags = ("--standby=1",)
+    job.start(SCRIPT, "--steps=200", "--pace=0.02", nproc=2, max_restarts=2, flags=flags, env=env)
+    job.wait_event("standby.ready")
+    [standby] = job.events("standby.ready")
+    assert standby["host_bytes"] > 10_000_000
+    victim = job.wait_step(1, 1)["pid"]
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait() == 0, job.err
+    assert pids(job, 1) == [victim, standby["pid"]] and len(pids(job, 0)) == 1
+    assert all(done == list(range(done[0], 201)) for done in steps(job).values())
+    assert len(job.events("standby.ready")) == 2, "another one is started"
+    assert job.leftovers() == []
