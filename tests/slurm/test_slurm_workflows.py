@@ -217,7 +217,7 @@ def test_an_old_answer_of_the_queue_says_nothing_of_a_job_that_came_after_it(her
     assert here.status()["tasks"]["master"]["attempt"] == 1
 
 
-@pytest.mark.parametrize("hears", ["all", "the program first"])
+@pytest.mark.parametrize("hears", [pytest.param("all", marks=pytest.mark.long), "the program first"])
 def test_a_node_goes_down(here: Workflows, hears: str) -> None:
     """Slurm requeues the job by itself; it goes on where it was, elsewhere. It tells all processes on the node to end,
     one after the other."""

@@ -85,7 +85,7 @@ def check(job: Job, expected: Any, dead: set[int], nproc: int = 3, bits: bool = 
 
 
 @pytest.mark.parametrize("at", ["forward", "backward", "before step", "after step"])
-@pytest.mark.parametrize("how", [(), ("--train",)], ids=["plain", "train"])
+@pytest.mark.parametrize("how", [(), pytest.param(("--train",), marks=pytest.mark.long)], ids=["plain", "train"])
 def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, ...]) -> None:
     assert run(job, [{"rank": 1, "step": 11, "at": at}], *how) == 0, job.err
     check(job, undisturbed(), {1})
@@ -104,7 +104,7 @@ def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: 
         check(job, undisturbed(flag, nproc=2), {1}, nproc=2)
 
 
-@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("at", [pytest.param("forward", marks=pytest.mark.long), "backward"])
 def test_exact_to_the_bit(job: Job, undisturbed: Any, at: str) -> None:
     kills = [{"rank": 1, "step": 11, "at": at}, {"rank": 0, "step": 19, "at": at}]
     assert run(job, kills, "--exact", "--dropout") == 0, job.err
