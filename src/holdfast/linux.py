@@ -8,6 +8,7 @@ import os
 import resource
 import select
 import signal
+import time
 from collections.abc import Iterable, Iterator
 
 _PR_SET_PDEATHSIG = 1
@@ -126,6 +127,18 @@ def end(pid: int, wait_s: float) -> None:
         select.select([fd], [], [], wait_s)
     finally:
         os.close(fd)
+
+
+def wait_for_end(pids: Iterable[int], wait_s: float) -> None:
+    """Until these processes are gone, or for so long."""
+    until_s = time.monotonic() + wait_s
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            try:
+                select.select([fd], [], [], max(0.0, until_s - time.monotonic()))
+            finally:
+                os.close(fd)
 
 
 def signal_session(pid: int, signum: int) -> None:

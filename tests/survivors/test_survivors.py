@@ -135,6 +135,15 @@ def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed:
     assert signalled["ranks"] == [2] and "still in its world" in signalled["why"]
 
 
+def test_the_last_one_that_has_the_state_does_not_get_out(job: Job, undisturbed: Any) -> None:
+    """It leaves it to the process that takes its place."""
+    kills = [{"rank": 1, "step": 12, "at": "forward", "how": "stuck"}, {"rank": 0, "step": 12, "at": "forward"}]
+    assert run(job, kills, nproc=2) == 0, job.err
+    check(job, undisturbed(nproc=2), {0, 1}, nproc=2)
+    [signalled] = job.events("ranks.signalled")
+    assert signalled["ranks"] == [1] and "has left its state" in signalled["why"]
+
+
 def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job) -> None:
     """The rank ends by it, and the others stay."""
     assert run(job, [{"rank": 1, "step": 11, "at": "forward", "how": "raise"}], "--train") == 0, job.err

@@ -182,7 +182,7 @@ class Agent:
         self._at_end.callback(self._monitors.close)
         self._stage = Stage(
             self._loop, options, self._helpers, self._planner, self._env, self._threads, self._records, plumbing, logs,
-            self._monitors, listener, self._from_rank, self._refuse, self._started,
+            self._monitors, listener, self._from_rank, self._dying, self._refuse, self._started,
             lambda ready: self._advance(acts.StandsBy(ready)),
         )  # fmt: skip
         self._at_end.callback(self._stage.close)
@@ -320,6 +320,8 @@ class Agent:
                     self._started(self._world)
             case messages.NotForked(token=token, reason=reason) if self._world is not None:
                 self._process_ended(self._world, self._world.not_forked(token, reason, time.monotonic()))
+            case messages.Exited(pid=pid) if self._stage is not None and pid in self._stage.dying:
+                self._advance(acts.Gone(*self._stage.dying.pop(pid)))
             case messages.Exited(pid=pid) if self._world is not None and self._world.has(pid):
                 self._process_ended(self._world, self._world.exited(message))
             case messages.Exited(pid=pid) if self._stage is not None:
@@ -359,20 +361,29 @@ class Agent:
             self._refuse(f"{what} before any worker started", elsewhere=True)
         self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))
 
-    def _process_ended(self, running: RunningWorld, exit: RankExit | None) -> None:
+    def _process_ended(self, running: RunningWorld, exit: RankExit | None, gone: bool = True) -> None:
         generation = running.world.generation
         if exit is not None:
+            assert self._stage is not None
+            if not gone:
+                self._stage.dying[exit.pid] = (generation, exit.rank)
             self._events.emit(record.RankExited(generation, exit.rank, exit.pid, exit.status))
             self._monitors.exited(exit.rank)
-            self._advance(acts.Exited(generation, exit))
+            self._advance(acts.Exited(generation, exit, gone))
         elif running.keeper_gone:
             self._advance(acts.KeeperLost(generation))
+
+    def _dying(self, running: RunningWorld, message: messages.Exited) -> None:
+        """Of a rank, before its process is gone."""
+        if running is self._world and running.is_there(message.pid):
+            self._process_ended(running, running.exited(message), gone=False)
 
     def _from_rank(self, report: messages.Report | None) -> None:
         match report:
             case messages.Stepped(rank=rank, generation=generation, at_s=at_s, modules=modules):
                 self._events.emit(record.RankFirstStep(generation, rank))
                 self._advance(acts.Stepped(rank, generation, at_s))
+                self._watch(rank)
                 self._park()
                 if modules and not self._learned:
                     self._learned = True
@@ -380,12 +391,17 @@ class Agent:
                     self._helpers.learn(tuple(filter(None, names)))
             case messages.Stays(rank=rank, generation=generation):
                 self._advance(acts.Stays(generation, rank))
+                self._watch(rank)
             case messages.Stumbled(rank=rank, generation=generation, at_s=at_s, headline=headline):
                 self._advance(acts.Stumbled(generation, rank, at_s, headline))
             case messages.Left(rank=rank, generation=generation):
                 if self._world is not None and self._world.world.generation == generation:
                     self._monitors.exited(rank)
                     self._advance(acts.Left(generation, rank, *self._world.left(rank)))
+            case messages.Bequeathed(rank=rank, generation=generation, fd=fd):
+                if self._stage is not None:
+                    self._stage.keep_will(rank, fd)
+                self._advance(acts.Bequeathed(generation, rank))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit(record.RankRaised(generation, rank, headline))
             case messages.Trained(step=step, epoch=epoch, loss=loss, samples_per_s=pace, left=left):
@@ -396,6 +412,10 @@ class Agent:
                 pass  # its world keeps that, until it is gone
             case _:
                 self._monitors.reported(report)
+
+    def _watch(self, rank: int) -> None:
+        if self._world is not None:
+            self._world.watch(rank)
 
     # -- what is done about it ----------------------------------------------------------------------------------------
 
@@ -425,7 +445,7 @@ class Agent:
             case acts.ClearLeftovers():
                 self._vault.persist()
                 self._stage.clear()
-                self._helpers.clear_leftovers()
+                self._helpers.clear_leftovers(self._stage.dying)
             case acts.Tell(message=message):
                 self._tell(message)
             case acts.Lease(until_s=until_s):

@@ -7,6 +7,7 @@ import mmap
 import struct
 
 from holdfast.control.hangs import MEASURED, Section, Vitals
+from holdfast.lifeline import Lifeline
 from holdfast.worker import beacon
 from holdfast.worker.beacon import AREA_BYTES, END, GAPS, KNOWN, MAGIC, MAX_SECTIONS, OPEN, SECTIONS
 
@@ -30,6 +31,8 @@ class Page:
         self._seen = b""
         self._read_before = False
         self._words[beacon.CONFIG_AT], self._words[beacon.CONFIG_BYTES] = config
+        self.lifeline = Lifeline(self._area, 8 * beacon.LIFELINE)
+        self.lifeline.make()
 
     @property
     def written(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -21,7 +23,7 @@ from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import World
 from holdfast.observe.record import WorldLaunched
 from holdfast.wire import messages
-from holdfast.wire.snapshots import DOORBELL, RESUME, STANDBY, STAYED
+from holdfast.wire.snapshots import DOORBELL, RESUME, STANDBY, STAYED, WILL
 
 
 class Stage:
@@ -39,6 +41,7 @@ class Stage:
         monitors: Monitors,
         listener: socket.socket | None,
         on_report: Callable[[messages.Report | None], None],
+        on_dying: Callable[[RunningWorld, messages.Exited], None],
         on_refused: Callable[[str], None],
         on_up: Callable[[RunningWorld], None],
         on_standby: Callable[[int], None],
@@ -55,6 +58,7 @@ class Stage:
         self._monitors = monitors
         self._listener = listener  # where this node would keep the next world's store
         self._on_report = on_report
+        self._on_dying = on_dying
         self._on_refused = on_refused
         self._on_up = on_up  # where nobody had to be forked
         self._oom = OomWatch()
@@ -63,6 +67,8 @@ class Stage:
         self._stayers: dict[int, Stayer] = {}  # by local rank
         self.standbys = Standbys(loop, options, helpers, env, plumbing, records.events.emit, on_standby)
         self.world: RunningWorld | None = None
+        self._will, self._will_of = -1, -1  # the file, and the generation whose rank has left it
+        self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
 
     def run(self, world: World, learned: str) -> None:
         """Start the ranks of a world, with the timeouts that earlier ones have agreed on."""
@@ -97,6 +103,7 @@ class Stage:
             self._helpers,
             self._oom,
             self._on_report,
+            self._on_dying,
             self._lease_until_s,
             self._options.ranks_config(learned),
             self._stayers,
@@ -113,8 +120,9 @@ class Stage:
         self._destinations = destinations
         folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
         running.launch(
-            self._options, self._env, destinations, self._plumbing, folder, self._threads, self._own_env(running.world)
-        )
+            self._options, self._env, destinations, self._plumbing, folder, self._threads,
+            self._own_env(running.world), tuple(self.dying),
+        )  # fmt: skip
         if running.is_up():
             self._loop.call_soon(self._on_up, running)
 
@@ -123,7 +131,21 @@ class Stage:
         # Only the first world begins where the user says; the next ones go on from there.
         resume = self._options.resume if world.ordinal == 0 else ""
         stayed = "1" if world.stayed else ""
-        return {DOORBELL: self._monitors.doorbell, RESUME: resume, STAYED: stayed, STANDBY: ""}
+        will = f"/proc/{os.getpid()}/fd/{self._will}" if self._will >= 0 else ""
+        return {DOORBELL: self._monitors.doorbell, RESUME: resume, STAYED: stayed, STANDBY: "", WILL: will}
+
+    def keep_will(self, rank: int, fd: int) -> None:
+        """For the next world. Of several any is good: those that are left in one world are of the same step."""
+        if self.world is not None and (pid := self.world.pids().get(rank)) is not None:
+            with contextlib.suppress(OSError):
+                found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                self._forget_will()
+                self._will, self._will_of = found, self.world.world.generation
+
+    def _forget_will(self) -> None:
+        if self._will >= 0:
+            os.close(self._will)
+            self._will = -1
 
     async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
         try:
@@ -154,6 +176,8 @@ class Stage:
         """The world's ranks are gone; so goes the rest of it."""
         if self.world is not None:
             self._monitors.end()
+            if self._will_of != self.world.world.generation:
+                self._forget_will()  # the world that could have had it is over
             self._stayers |= self.world.close(free_port=bool(self._options.master_port))
             self._plumbing.end_world()
             self.world = None
@@ -173,6 +197,7 @@ class Stage:
 
     def close(self) -> None:
         self._oom.close()
+        self._forget_will()
         self.standbys.clear()
         for stayer in self._stayers.values():
             stayer.close()

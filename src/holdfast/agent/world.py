@@ -8,6 +8,8 @@ import itertools
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from holdfast.agent.options import Options
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.causes import RankExit
 from holdfast.control.worlds import World, one_gpu_env, worker_env
+from holdfast.lifeline import Lifeline, look_at
 from holdfast.wire import channel, messages
 
 MAX_REPORT_BYTES = 200 * 1024
@@ -62,6 +65,7 @@ class RunningWorld:
         helpers: Zygotes,
         oom: OomWatch,
         on_report: Callable[[messages.Report | None], None],  # None: a poke may have found no room
+        on_dying: Callable[[RunningWorld, messages.Exited], None],
         lease_until_s: float = 0.0,
         config: bytes = b"",
         stayers: Mapping[int, Stayer] | None = None,  # by local rank
@@ -71,6 +75,8 @@ class RunningWorld:
         self._helpers = helpers
         self._oom = oom
         self._on_report = on_report
+        self._on_dying = on_dying
+        self._watched: set[int] = set()  # local ranks
         self._listener = listener
         self._beacon_fd, self.pages = pages.make(world.local_size, config)
         self._stacks: dict[int, int] = {}  # by local rank: where its stacks can be read when it is asked for them
@@ -104,6 +110,7 @@ class RunningWorld:
         filtered_dir: str,
         threads: int | None,
         more_env: Mapping[str, str],
+        after: tuple[int, ...],
     ) -> None:
         """Ask for all ranks and the store keeper. They come up side by side: the store's port is open already."""
         world = self.world
@@ -133,6 +140,7 @@ class RunningWorld:
                 title=f"{program_name(program)} [holdfast rank {rank}/{world.size} generation {world.generation}]",
                 threads=threads,
                 numa=options.numa_binding,
+                after=after,
             )
             self._seat(local_rank, place, [self._report_end.fileno(), self._beacon_fd, asked_end], list(ends.values()))
             os.close(asked_end)
@@ -220,6 +228,10 @@ class RunningWorld:
     def has(self, pid: int) -> bool:
         return pid in self._pids.values()
 
+    def is_there(self, pid: int) -> bool:
+        """Whether that is a rank, and has not ended."""
+        return any(pid == of and local_rank not in self._gone for local_rank, of in self._pids.items())
+
     def exited(self, message: messages.Exited) -> RankExit | None:
         """The end of one of this world's ranks, with all that is known of it; None if it is none of them."""
         local_rank = next((r for r, pid in self._pids.items() if pid == message.pid), None)
@@ -248,6 +260,22 @@ class RunningWorld:
             stderr_tail=output.tail.text(),
             oom_killed=killed and self._oom.killed(message.pid),
         )
+
+    def watch(self, rank: int) -> None:
+        """From now on, say when this rank is dying, long before its process is gone."""
+        local_rank = rank - self.world.first_rank
+        if local_rank in self._pids and local_rank not in self._watched:
+            self._watched.add(local_rank)
+            wait = (self.pages[local_rank].lifeline, self._pids[local_rank])
+            threading.Thread(target=self._wait_for, args=wait, name=f"lifeline-{rank}", daemon=True).start()
+
+    def _wait_for(self, lifeline: Lifeline, pid: int) -> None:
+        """In a thread. It ends when the rank does, or goes to another world. An orphan has died of its zygote's death,
+        which is to be told first."""
+        if lifeline.wait() and (dying := look_at(pid)) and dying.status and self._helpers.has(dying.parent):
+            ended = messages.Exited(pid, dying.status, time.monotonic())
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_dying, self, ended)
 
     def signal(self, ranks: tuple[int, ...], signum: int, drain: bool = False) -> None:
         """`drain`: ranks that end by themselves when they are asked to are asked."""

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast import linux
 from holdfast.agent.janitor import ORPHAN_EXIT_S, ORPHAN_TERM_S
@@ -131,18 +131,25 @@ class Zygotes:
         theirs.close()
         self._loop.add_reader(self._growing.link.fileno(), self._grown, self._growing)
 
+    def has(self, pid: int) -> bool:
+        """Whether that is a zygote."""
+        return any(zygote.pid == pid for zygote in self._all_zygotes())
+
     # -- leftovers ----------------------------------------------------------------------------------------------------
 
-    def clear_leftovers(self) -> None:
-        """End what the last world's workers left running. Called before the next world starts, so none is its own."""
+    def clear_leftovers(self, dying: Iterable[int]) -> None:
+        """End what the last world's workers left running. Called before the next world starts, so none is its own.
+        Children of workers that are still `dying` are not orphans yet."""
         zygotes = {zygote.pid for zygote in self._all_zygotes()}
         if self._janitor is None:
             return
+        left = [pid for parent in dying for pid in linux.descendants(parent)]
         for orphan in linux.children(self._janitor.pid):
-            for pid in (orphan, *linux.descendants(orphan)) if orphan not in zygotes else ():
-                with contextlib.suppress(ProcessLookupError):
-                    if pid not in self._leftovers:
-                        self._leftovers[pid] = os.pidfd_open(pid)
+            left += (orphan, *linux.descendants(orphan)) if orphan not in zygotes else ()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                if pid not in self._leftovers:
+                    self._leftovers[pid] = os.pidfd_open(pid)
         if 0 not in zygotes:
             self._end_leftovers_soon()  # else one of them may be a zygote that has not said yet who it is
 

@@ -19,7 +19,7 @@ def capture() -> dict[str, Any]:
         "torch": _bytes(torch.get_rng_state()),
         "python": (version, _PYTHON.pack(*words), gauss),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = _bytes(torch.cuda.get_rng_state())
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         name, keys, position, has_gauss, cached = numpy_random.get_state()

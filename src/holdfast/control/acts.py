@@ -47,8 +47,18 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True):
+    """A rank will not do another thing. Its process may be there until `Gone`: the kernel takes it apart."""
+
     generation: int
     exit: RankExit
+    gone: bool = True
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The process of a rank that had ended before is, with all that it held."""
+
+    generation: int
+    rank: int
 
 
 class Stays(msgspec.Struct, frozen=True):
@@ -80,6 +90,13 @@ class Left(msgspec.Struct, frozen=True):
     rank: int
     steps: int | None = None
     base: int = 0
+
+
+class Bequeathed(msgspec.Struct, frozen=True):
+    """A rank cannot leave its world, and nothing is lost with it any more."""
+
+    generation: int
+    rank: int
 
 
 class Hung(msgspec.Struct, frozen=True):
@@ -144,8 +161,8 @@ class TimerFired(msgspec.Struct, frozen=True):
 
 
 Local = (
-    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Stays | StandsBy | Stumbled | Left | Hung
-    | Dumped | Learned | Asked | Paced | PeekAsked | StopRequested
+    HelpersReady | HelpersLost | KeeperLost | Started | Stepped | Exited | Gone | Stays | StandsBy | Stumbled | Left
+    | Bequeathed | Hung | Dumped | Learned | Asked | Paced | PeekAsked | StopRequested
 )  # fmt: skip
 Event = Local | Contact | ContactLost | TimerFired | protocol.ToAgent
 

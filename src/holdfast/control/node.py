@@ -15,6 +15,7 @@ from holdfast.control.acts import (
     Action,
     Agree,
     Asked,
+    Bequeathed,
     ClearLeftovers,
     Closed,
     Contact,
@@ -24,6 +25,7 @@ from holdfast.control.acts import (
     Event,
     Exited,
     Finish,
+    Gone,
     HangUp,
     HelpersLost,
     HelpersReady,
@@ -87,7 +89,10 @@ class Node(Staying):
             case _ if self.phase is Phase.DONE:
                 return []
             case Exited(generation=generation) if self.world is not None and generation == self.world.generation:
-                return self._exited(now_s, event.exit)
+                return [*self._outlasts(event), *self._exited(now_s, event.exit)]
+            case Gone(generation=generation, rank=rank):
+                self.undead.pop((generation, rank), None)
+                return []
             case Stepped(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._stepped(now_s, event)
             case Started(generation=generation) if self.world is not None and generation == self.world.generation:
@@ -102,6 +107,8 @@ class Node(Staying):
                 return self._stumbled(event)
             case Left(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._down(now_s) if self._left(event) else []
+            case Bequeathed(generation=generation) if self.world is not None and generation == self.world.generation:
+                return self._bequeathed(event)
             case KeeperLost(generation=generation) if self._is_running(generation):
                 cause = Cause(Kind.LAUNCHER, "the store keeper was killed", now_s)
                 self.causes += (cause,)
@@ -443,6 +450,8 @@ class Node(Staying):
             return self._finish_when_down(now_s, Finish(Kind.LOST_NODE, reason), reason)
         if timer.name == "beat":
             return self._beat(now_s) if timer.key == self.contacts and self.contact else []
+        if timer.name == "gone":
+            return self._still_there(now_s, timer.key)
         if timer.name in ("stumble", "rejoin"):
             return self._stumbled_long_ago(now_s, timer) if self._is_running(timer.key) else []
         if self.phase is not Phase.STOPPING or self.world is None or timer.key != self.world.generation:
@@ -473,14 +482,37 @@ class Node(Staying):
         return self._fail(now_s, why)
 
     def _abandon(self, now_s: float) -> list[Action]:
-        ranks = ", ".join(map(str, sorted(self.live)))
-        reason = (
-            f"rank {ranks} does not end even by SIGKILL: it is stuck inside the kernel, and holds what a restart needs"
-        )
-        self.causes += (Cause(Kind.HANG, reason, self.stop_sent_at_s, stuck=True),)
-        self.live, self.fit = frozenset(), False
-        self.over = Finish(Kind.HANG, reason)
+        self.over = Finish(Kind.HANG, self._stuck(self.live, self.stop_sent_at_s))
+        self.live = frozenset()
         return self._down(now_s)
+
+    def _stuck(self, ranks: frozenset[int], since_s: float) -> str:
+        reason = (
+            f"rank {', '.join(map(str, sorted(ranks)))} does not end even by SIGKILL: it is stuck inside the kernel, "
+            "and holds what a restart needs"
+        )
+        self.causes += (Cause(Kind.HANG, reason, since_s, stuck=True),)
+        self.fit = False
+        return reason
+
+    def _outlasts(self, event: Exited) -> list[Action]:
+        """The next world need not wait until the kernel is done with this one's dead. Whoever takes a dead one's place
+        does."""
+        if event.gone:
+            return []
+        known = any(generation == event.generation for generation, _ in self.undead)
+        self.undead[event.generation, event.exit.rank] = 0
+        return [] if known else [Timer("gone", event.generation, ABANDON_S / ABANDON_WAITS)]
+
+    def _still_there(self, now_s: float, generation: int) -> list[Action]:
+        waits = {key: waits + 1 for key, waits in self.undead.items() if key[0] == generation}
+        self.undead |= waits
+        stuck = frozenset(rank for (_, rank), number in waits.items() if number >= ABANDON_WAITS)
+        if not stuck:
+            return [Timer("gone", generation, ABANDON_S / ABANDON_WAITS)] if waits else []
+        self.undead.clear()
+        reason = self._stuck(stuck, now_s - ABANDON_S)
+        return self._finish_when_down(now_s, Finish(Kind.HANG, reason), reason)
 
     # -- signals ------------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Standing:
         self.world: World | None = None  # the last one that was run here
         self.pending: World | None = None  # waits until the old ranks are gone and helpers are there
         self.live: frozenset[int] = frozenset()
+        self.undead: dict[tuple[int, int], int] = {}  # generation and rank, ended and not gone yet: waits for that
         self.stepped: frozenset[int] = frozenset()
         self.stepped_at_s = 0.0
         self.exits: tuple[RankExit, ...] = ()

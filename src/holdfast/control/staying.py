@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from holdfast.control.acts import Action, Leave, Left, Signal, Started, Stays, Stumbled, Timer
+from holdfast.control.acts import Action, Bequeathed, Leave, Left, Signal, Started, Stays, Stumbled, Timer
 from holdfast.control.causes import Cause, Kind
 from holdfast.control.standing import Phase, Standing
 
@@ -72,6 +72,13 @@ class Staying(Standing):
             return []
         self.sent |= {signal.SIGKILL}
         return [Signal(late, signal.SIGKILL, f"still in its world {LEAVE_S:g} s after being told to leave it")]
+
+    def _bequeathed(self, event: Bequeathed) -> list[Action]:
+        if event.rank not in self.live or self.phase is not Phase.STOPPING:
+            return []
+        self.sent |= {signal.SIGKILL}
+        why = "it cannot leave its world, and has left its state to whoever takes its place"
+        return [Signal((event.rank,), signal.SIGKILL, why)]
 
     def _stays(self, event: Stays) -> None:
         self.stays |= {event.rank} & self.live

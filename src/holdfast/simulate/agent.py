@@ -365,14 +365,22 @@ class Agent(Process):
         base = max(0, group.ensemble.base) if group.ensemble is not None else 0
         self.feed(acts.Left(group.world.generation, rank, group.steps, base))
 
-    def rank_exited(self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool) -> None:
+    def rank_bequeathed(self, group: Group, rank: int) -> None:
+        self.feed(acts.Bequeathed(group.world.generation, rank))
+
+    def rank_gone(self, group: Group, rank: int) -> None:
+        self.feed(acts.Gone(group.world.generation, rank))
+
+    def rank_exited(
+        self, group: Group, rank: int, status: int, at_s: float, raised: Raised | None, oom: bool, gone: bool
+    ) -> None:
         base = max(0, group.ensemble.base) if group.ensemble is not None else 0
         asked = rank in group.asked
         left = group.left.get(rank) if status != 0 else None
         exit = RankExit(
             rank, 1000 + rank, status, at_s, group.steps, raised, left, oom_killed=oom, base=base, drained=asked
         )
-        self.feed(acts.Exited(group.world.generation, exit))
+        self.feed(acts.Exited(group.world.generation, exit, gone))
 
     def lose_helpers(self) -> None:
         """The zygote is killed, and its ranks die with it."""

@@ -147,6 +147,9 @@ class Group:
         for rank in ranks:
             if rank in self.alive and rank not in self.hung and not timeline.chance(program.deaf):
                 timeline.after(timeline.random.expovariate(10.0), self._leave_world, rank)
+            elif timeline.chance(0.5):
+                late_s = timeline.random.uniform(1.0, 6.0)
+                timeline.after(late_s, self.agent.post, self.agent.rank_bequeathed, self, rank)
 
     def _leave_world(self, rank: int) -> None:
         if rank not in self.alive or rank in self.stuck or rank in self.left:
@@ -174,7 +177,13 @@ class Group:
         at_s = agent.host.clock_s()
         if not silent:
             reaped_s = agent.timeline.random.uniform(0.0005, 0.01)
-            agent.timeline.after(reaped_s, agent.post, agent.rank_exited, self, rank, status, at_s, raised, oom)
+            told_first = status != 0 and agent.timeline.chance(0.7)  # by its lifeline
+            agent.timeline.after(
+                reaped_s, agent.post, agent.rank_exited, self, rank, status, at_s, raised, oom, not told_first
+            )
+            if told_first:
+                gone_s = reaped_s + agent.timeline.random.expovariate(20.0)
+                agent.timeline.after(gone_s, agent.post, agent.rank_gone, self, rank)
         agent.sim.training.rank_ended(self, rank, status)
 
     def raise_in(self, rank: int, headline: str, distributed: bool = False, out_of_memory: bool = False) -> None:

@@ -63,8 +63,7 @@ def hand_over(together: Together, decided: Decided, state: Mapping[str, Any]) ->
     if gives:
         found = contents.collect(state)
         tensors = {key: tensor.detach() for key, tensor in found.tensors.items()}
-        described = [(key, _name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors.items()]
-        told = msgspec.json.encode(Described(found.nodes, described))
+        told = msgspec.json.encode(described(found))
     told = together.agree(told, lambda said: said[decided.source])
     theirs = msgspec.json.decode(told, type=Described)
     finish = []
@@ -100,20 +99,20 @@ def _broadcast(
     collective is a matter of all ranks."""
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
     with torch.no_grad():
-        for chunk, size in _chunks(described):
+        for chunk, size in chunks(described):
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            views = {key: _view(buffer, at, dtype, shape) for key, at, dtype, shape in chunk}
+            views = {key: view(buffer, at, dtype, shape) for key, at, dtype, shape in chunk}
             if gives:
-                for key, view in views.items():
-                    view.copy_(tensors[key])
+                for key, part in views.items():
+                    part.copy_(tensors[key])
             dist.broadcast(buffer, source)
             if takes:
-                for key, view in views.items():
+                for key, part in views.items():
                     if (target := tensors.get(key)) is not None:
-                        target.copy_(view)
+                        target.copy_(part)
 
 
-def _chunks(described: Described) -> Iterator[tuple[list[tuple[str, int, torch.dtype, tuple[int, ...]]], int]]:
+def chunks(described: Described) -> Iterator[tuple[list[tuple[str, int, torch.dtype, tuple[int, ...]]], int]]:
     chunk: list[tuple[str, int, torch.dtype, tuple[int, ...]]] = []
     at = 0
     for key, name, shape in described.tensors:
@@ -130,12 +129,13 @@ def _chunks(described: Described) -> Iterator[tuple[list[tuple[str, int, torch.d
         yield chunk, at
 
 
-def _view(buffer: torch.Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def view(buffer: torch.Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     count = 1
     for length in shape:
         count *= length
     return buffer[at : at + count * dtype.itemsize].view(dtype).view(shape)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def described(found: contents.Contents) -> Described:
+    tensors = [(key, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for key, each in found.tensors.items()]
+    return Described(found.nodes, tensors)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from holdfast.checkpoint import contents
+from holdfast.checkpoint import contents, randomness
 from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.contents import unwrap
 from holdfast.checkpoint.restore import Restored
 from holdfast.checkpoint.sharded import is_sharded
 from holdfast.data.sampler import ElasticSampler
-from holdfast.training import handover, health, held, policy, survival
+from holdfast.training import handover, health, held, policy, survival, wills
 from holdfast.training.accumulation import Accumulation
 from holdfast.training.batches import Batches
 from holdfast.training.gradients import Accumulated, Exact, Weights
@@ -31,7 +31,7 @@ from holdfast.training.streams import Stream
 from holdfast.training.survival import Survival
 from holdfast.training.units import Cut, Unit
 from holdfast.wire import messages
-from holdfast.wire.snapshots import STAYED
+from holdfast.wire.snapshots import STAYED, WILL
 from holdfast.worker import groups, place
 
 if TYPE_CHECKING:
@@ -109,11 +109,33 @@ class Loop:
             self._survival.stand_by()
             self._run.take_place()
             self._progress = Progress(self._run.generation, tell=_tell) if self._run.rank_zero else None
-        restored = self._begin_world(Offer())
+        restored = self._begin_world(self._inherit())
         groups.settle()
         if self._survival is not None:
             self._survival.announce()
+            self._survival.wait_for_others_end()
         return restored
+
+    def _inherit(self) -> Offer:
+        """What a rank of the last world has left to this one, if it had to."""
+        if self._survival is None:
+            return Offer()
+        self._survival.bequeath = self._bequeath
+        path = os.environ.get(WILL, "")
+        if not path or (will := wills.read(path, self.state)) is None:
+            return Offer()
+        if will.randomness:
+            randomness.put_back(will.randomness)
+        return will.offer
+
+    def _bequeath(self) -> int | None:
+        """A file with what this rank has, if it is whole. In another thread: the training's is stuck."""
+        assert self._survival is not None
+        mine = self._offer()
+        if mine == Offer():
+            return None
+        self._survival.undo()
+        return wills.write(self.state, mine, self._survival.randomness)
 
     def _begin_world(self, mine: Offer) -> Restored | None:
         """Go on from the newest state that is anywhere: in the memory of another rank, in a snapshot, on storage."""

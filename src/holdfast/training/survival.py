@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 
 from holdfast import linux
 from holdfast.checkpoint import randomness, together
-from holdfast.training import health, rebuilding
+from holdfast.training import health, rebuilding, warming
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
 from holdfast.worker import errors, groups, place
@@ -29,6 +30,8 @@ from holdfast.worker.saying import say
 from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
+IDLE_S = 0.01
+LEFT_S = 60.0
 
 _active: Survival | None = None
 
@@ -55,16 +58,43 @@ class Survival:
         self._made = groups.made()
         self.doomed = False  # the step that is being done cannot be completed
         self._mark: Mark | None = None
-        seat.watch(here.generation, groups.abort, functools.partial(groups.abort, store=True))
+        self.bequeath: Callable[[], int | None] = lambda: None
+        self._main = time.pthread_getcpuclockid(threading.get_ident())
+        self._worked_s = 0.0
+        self._late = 0
+        seat.watch(here.generation, self._over, self._is_late)
         torch.autograd.backward = _kept(torch.autograd.backward)
         for part in rebuilding.wrapped(modules):
             if hasattr(part, "_sync_buffers"):
                 part._sync_buffers = _kept(part._sync_buffers)  # type: ignore[method-assign]
 
+    # In the seat's thread:
+
+    def _over(self) -> None:
+        self._late, self._worked_s = 0, time.clock_gettime(self._main)
+        groups.abort()
+
+    def _is_late(self) -> None:
+        """The training's thread is stuck if it has done nothing since it was last looked at, with all that it could
+        wait for gone: then it will not leave, and its state has to without it."""
+        self._late += 1
+        before_s, self._worked_s = self._worked_s, time.clock_gettime(self._main)
+        if self._late == 1:
+            groups.abort(store=True)
+        elif self._worked_s - before_s < IDLE_S and (fd := self.bequeath()) is not None:
+            here = self._place
+            here.report(messages.Bequeathed(here.rank, here.generation, fd))
+            time.sleep(LEFT_S)  # and is ended now
+
+    # In the training's:
+
     def announce(self) -> None:
         """From here on this rank is worth to be kept."""
         here = self._place
         here.report(messages.Stays(here.rank, here.generation, rebuilding.is_sharded(self._modules)))
+
+    def wait_for_others_end(self) -> None:
+        self._place.wait_for_others_end()
 
     @property
     def stands_by(self) -> bool:
@@ -73,7 +103,8 @@ class Survival:
 
     def stand_by(self) -> None:
         """Until there is a place for this process."""
-        device = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        warming.warm(self._modules)
+        device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._place.report(messages.StandsBy(_resident_bytes(), torch.cuda.memory_reserved() + 1 if device else 0))
         place_in_it = self._seat.next_place()
         rebuilding.release(self._modules)
@@ -155,6 +186,11 @@ class Survival:
         if self._mark is not None:
             self._mark.put_back()
 
+    @property
+    def randomness(self) -> dict[str, Any]:
+        """As it was after the last step."""
+        return self._mark.randomness if self._mark is not None else {}
+
 
 def _resident_bytes() -> int:
     pages = int(linux.read("/proc/self/statm").split()[1])
@@ -167,16 +203,16 @@ class Mark:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
-        self._randomness: dict[str, Any] = {}
+        self.randomness: dict[str, Any] = {}
 
     def take(self) -> None:
-        self._randomness = randomness.capture()
+        self.randomness = randomness.capture()
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
 
     def put_back(self) -> None:
-        if self._randomness:
-            randomness.put_back(self._randomness)
+        if self.randomness:
+            randomness.put_back(self.randomness)
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):
                 buffer.copy_(kept)

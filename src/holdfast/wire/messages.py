@@ -73,6 +73,7 @@ class ForkWorker(Message, frozen=True):
     title: str
     threads: int | None = None  # torch's intra-op threads, where the zygote was started before the number was known
     numa: str | None = None
+    after: tuple[int, ...] = ()  # processes that have to be gone before the program goes on
 
 
 class ForkKeeper(Message, frozen=True):
@@ -276,6 +277,14 @@ class Left(Message, frozen=True):
     at_s: float
 
 
+class Bequeathed(Message, frozen=True):
+    """A rank cannot leave its world. Its state is in a file that it has open."""
+
+    rank: int
+    generation: int
+    fd: int
+
+
 class Poke(Message, frozen=True):
     """A rank could now be hung sooner than its agent meant to look."""
 
@@ -340,6 +349,6 @@ class Counted(Message, frozen=True):
 
 
 Report = (
-    Stepped | Raised | Leaving | Stays | StandsBy | Stumbled | Left | Poke | Sections | Learned | Control | Trained
-    | Restored | Counted
+    Stepped | Raised | Leaving | Stays | StandsBy | Stumbled | Left | Bequeathed | Poke | Sections | Learned | Control
+    | Trained | Restored | Counted
 )  # fmt: skip

@@ -11,6 +11,7 @@ DOORBELL = "HOLDFAST_DOORBELL"  # in a rank's environment: the name, after a NUL
 RESUME = "HOLDFAST_RESUME"  # which checkpoint the first world begins with; '' is the latest
 STAYED = "HOLDFAST_STAYED"  # set in the environment of a world of which some ranks were in an earlier one
 STANDBY = "HOLDFAST_STANDBY"  # set in that of a process that waits to be a rank
+WILL = "HOLDFAST_WILL"  # where a rank of the last world has left its state, if one had to
 JOB_ID = "HOLDFAST_JOB_ID"  # the same for all worlds of one start of a job on all nodes, and for no other
 
 

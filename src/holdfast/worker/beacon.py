@@ -15,9 +15,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+
+from holdfast.lifeline import Lifeline
 
 MARK = 0x484F4C4446415354  # HOLDFAST
 END_MARK = 0x4545524854_444E45
@@ -36,6 +39,7 @@ DRAINS = 24  # 1: it looks at DRAIN after each step, saves when it is told to, a
 LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
 LIMITS = 36  # one a phase
 DRAIN = 48  # 1: the rank is to end at the next boundary
+LIFELINE = 56  # eight of them
 
 _KEPT = (TRAINS, *range(GAPS, GAPS + 4), DRAINS)  # by a rank that goes from one world to the next
 
@@ -86,10 +90,15 @@ class Beacon:
         words[END] = END_MARK
         words[MAGIC] = MARK
         self.words, self.times = words, times
+        self._lifeline = Lifeline(memoryview(area), 8 * LIFELINE)
+        if threading.current_thread() is threading.main_thread():  # another may end long before the process
+            self._lifeline.take()
 
     def move(self, fd: int, slot: int, generation: int) -> None:
         """The same rank, or another, in another world: what it has learned stays true. It starts again."""
+        before = self._lifeline
         self._begin(fd, slot, generation, self.words)
+        before.let_go()
         self.enter(Phase.STARTING)
 
     @property

@@ -35,6 +35,7 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     linux.set_title(request.title)
     _bind(request)
     if isinstance(request.program, messages.Command):
+        linux.wait_for_end(request.after, place.GONE_S)
         _exec(request, report_fd, beacon_fd)
     _take_fresh_randomness()
     if request.threads is not None:
@@ -55,6 +56,7 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         _keep_to_lease(here.beacon)
     if "HOLDFAST_CHAOS" in os.environ:
         importlib.import_module("holdfast.chaos.inside").install()
+    linux.wait_for_end(request.after, place.GONE_S)
     try:
         programs.run(request.program, request.rank)
     except SystemExit as leaving:

@@ -7,16 +7,23 @@ or for half an hour. So the connections that a gloo group makes are noted as it 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import socket
+import stat
 import sys
+import termios
+import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from holdfast import linux
 from holdfast.wire.snapshots import STANDBY, STAYED
+
+SETTLE_S = 0.005
 
 
 class Made(NamedTuple):
@@ -92,32 +99,30 @@ def _silent(init: Callable[..., None]) -> Callable[..., None]:
 def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
-        before = dict(_connections())
+        before = set(_open_sockets())
         try:
             return make(*args, **kwargs)
         finally:
-            _sockets.update((fd, inode) for fd, inode in _connections() if before.get(fd) != inode)
+            _sockets.update(found for found in _open_sockets() if found not in before and _remote(found[0]))
 
     return made
 
 
-def _connections() -> Iterator[tuple[int, int]]:
-    """Descriptors of TCP connections, and their inodes."""
+def _open_sockets() -> Iterator[tuple[int, int]]:
+    """Descriptors, and their inodes."""
     for fd in linux.open_descriptors():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") and _remote(fd):
-                yield fd, os.fstat(fd).st_ino
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode):
+                yield fd, status.st_ino
 
 
 def _remote(fd: int) -> int:
     """The port at the other end of a TCP connection; 0 if it is none, or is one that listens."""
-    with socket.socket(fileno=os.dup(fd)) as found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
-            return 0
-        try:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
             return int(found.getpeername()[1])
-        except OSError:
-            return 0
+    return 0
 
 
 def settle() -> None:
@@ -134,11 +139,37 @@ def abort(store: bool = False) -> None:
         with contextlib.suppress(Exception):
             group.abort()
     stores = os.environ.get("MASTER_PORT", "") if store else ""
-    for fd, inode in _connections():
-        with contextlib.suppress(OSError):  # whoever had it may close it in this moment
-            if (fd, inode) in _sockets or (stores and str(_remote(fd)) == stores):
-                with socket.socket(fileno=os.dup(fd)) as found:
-                    found.shutdown(socket.SHUT_RDWR)
+    with contextlib.ExitStack() as opened:
+        closing = []
+        for fd, inode in _open_sockets():
+            with contextlib.suppress(OSError):  # whoever had it may close it in this moment
+                if (fd, inode) in _sockets or (stores and str(_remote(fd)) == stores):
+                    closing.append(opened.enter_context(socket.socket(fileno=os.dup(fd))))
+        _settle(closing)
+        for each in closing:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _settle(connections: list[socket.socket]) -> None:
+    """Let what is on its way arrive. Gloo tells nobody who waits for a message that was cut off in its middle, so
+    that whoever does so waits for the group's timeout."""
+    until_s = time.monotonic() + SETTLE_S
+    still = 0
+    while connections and still < 2 and time.monotonic() < until_s:
+        still = 0 if any(map(_moves, connections)) else still + 1
+        time.sleep(SETTLE_S / 20)
+
+
+def _moves(connection: socket.socket) -> bool:
+    """Whether there is something that was not read, here or there."""
+    count = bytearray(4)
+    for what in (termios.FIONREAD, termios.TIOCOUTQ):
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(connection, what, count)
+            if any(count):
+                return True
+    return False
 
 
 def made() -> Made | None:
@@ -163,12 +194,16 @@ def made() -> Made | None:
 
 
 def leave() -> None:
-    """Forget all groups. They are gone when nobody has them any more."""
+    """Forget all groups. They are gone when nobody has them any more, which with gloo is waited for: its threads look
+    only every ten milliseconds whether they are to end."""
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
     abort()
+    last = list(c10d._world.pg_names)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+    threading.Thread(target=last.clear, name="holdfast-groups", daemon=True).start()
     _sockets.clear()
 
 

@@ -20,6 +20,9 @@ moved: list[Callable[[], None]] = []  # to be called when this process has anoth
 VARIABLE = "HOLDFAST_PLACE"  # for programs that were started by exec: rank, generation, slot and the two descriptors
 
 
+GONE_S = 15.0  # longer than the agent waits before it gives this machine up
+
+
 class Place:
     """The descriptors stay their owner's. Without a seat there is no other place after this one."""
 
@@ -31,6 +34,7 @@ class Place:
         self.generation = generation
         self.slot = slot
         self.failed = False  # whether its program has ended by an exception
+        self._after: tuple[int, ...] = ()
         self._socket = socket.socket(fileno=os.dup(report_fd))
         self._identity = _identity(report_fd)
         self.beacon = Beacon(beacon_fd, slot, generation, self._poke)
@@ -48,8 +52,14 @@ class Place:
         self.rank, self.generation, self.slot = request.rank, request.generation, request.slot
         self.beacon.move(beacon_fd, request.slot, request.generation)
         os.close(beacon_fd)
+        self._after = request.after
         for call in moved:
             call()
+
+    def wait_for_others_end(self) -> None:
+        """Those whose place this is hold what the program may want: ports, locks, a GPU's memory."""
+        linux.wait_for_end(self._after, GONE_S)
+        self._after = ()
 
     def report(self, report: messages.Report, flags: int = 0) -> bool:
         """Tell the agent. It may be gone, or far behind; neither is a reason to fail a rank. And the program may have

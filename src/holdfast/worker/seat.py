@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from holdfast.wire import channel, messages
 
-LATE_S = 1.0
+LATE_S = 0.25
 
 Place = tuple[messages.ForkWorker, list[int]]
 
@@ -29,7 +29,7 @@ class Seat:
 
     def watch(self, generation: int, on_over: Callable[[], None], on_late: Callable[[], None]) -> None:
         """Listen from now on, in a thread. Call `on_over` in it as soon as the world is over, and `on_late` if it was
-        not left soon after."""
+        not left soon after, again and again."""
         self._generation = generation
         listen = threading.Thread(target=self._listen, args=(on_over, on_late), name="holdfast-seat", daemon=True)
         listen.start()
@@ -61,6 +61,10 @@ class Seat:
             self.over, self.asked, self._generation = "", "", place[0].generation
             return place
 
+    def _has_left_within(self, wait_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waits, wait_s)
+
     def _listen(self, on_over: Callable[[], None], on_late: Callable[[], None]) -> None:
         while True:
             try:
@@ -83,9 +87,7 @@ class Seat:
                         self._changed.notify_all()
                     with contextlib.suppress(Exception):  # whatever they come to, the next place has to be heard of
                         on_over()
-                    with self._changed:
-                        left = self._changed.wait_for(lambda: self._waits, LATE_S)
-                    if not left:
+                    while not self._has_left_within(LATE_S):
                         with contextlib.suppress(Exception):
                             on_late()
                 case (messages.ForkWorker() as request, fds):
