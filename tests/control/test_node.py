@@ -31,6 +31,7 @@ from holdfast.control.acts import (
     Event,
     Exited,
     Finish,
+    Gone,
     HelpersLost,
     HelpersReady,
     KeeperLost,
@@ -192,7 +193,35 @@ def test_a_rank_that_goes_when_killed_is_no_cause_of_its_own() -> None:
     assert blamed(story.ends(1, -signal.SIGKILL)) == [(0, "exited with code 1")]
 
 
-@pytest.mark.parametrize("name", ["grace", "abandon"])
+def dead(rank: int, status: int = -signal.SIGKILL, generation: int = 0) -> Exited:
+    """And the kernel is not done with it yet."""
+    return Exited(generation, RankExit(rank, 100 + rank, status, 0.0), gone=False)
+
+
+def test_nobody_waits_until_the_kernel_is_done_with_the_dead() -> None:
+    story = running()
+    assert Timer("gone", 0, ABANDON_S / ABANDON_WAITS) in story.hears(dead(0))
+    assert the_told(story.hears(dead(1, -signal.SIGTERM)), protocol.Down).causes[0].rank == 0
+    assert the(story.launched(1), Run).world.generation == 1
+    assert story.hears(Gone(0, 0)) == story.hears(Gone(0, 1)) == []
+    assert story.timer("gone") == []
+
+
+def test_a_dead_one_that_does_not_go_has_the_node_leave() -> None:
+    """It holds what the process in its place waits for."""
+    story = running()
+    story.hears(dead(0))
+    story.ends(1, -signal.SIGTERM)
+    story.launched(1)
+    for _ in range(ABANDON_WAITS - 1):
+        assert the(story.timer("gone", after_s=ABANDON_S), Timer).name == "gone"
+    assert the(story.timer("gone", after_s=ABANDON_S), Signal).why.startswith("rank 0 does not end even by SIGKILL")
+    actions = [*story.hears(Exited(1, RankExit(0, 100, -signal.SIGTERM, 0.0)))]
+    actions += story.hears(Exited(1, RankExit(1, 101, -signal.SIGTERM, 0.0)))
+    assert the(actions, Finish).kind is Kind.HANG and not the_told(actions, protocol.Down).fit
+
+
+@pytest.mark.parametrize("name", ["grace", "abandon", "gone"])
 def test_a_timer_of_the_last_generation_or_without_a_purpose_is_ignored(name: str) -> None:
     story = between()
     assert story.timer(name) == []

@@ -7,7 +7,7 @@ import signal
 from lone_job import FOREVER_S, LoneJob
 from stories import every, the
 
-from holdfast.control.acts import Leave, Left, Signal, Started, Stays, StopRequested, Stumbled, Timer
+from holdfast.control.acts import Bequeathed, Leave, Left, Signal, Started, Stays, StopRequested, Stumbled, Timer
 from holdfast.control.causes import Kind
 from holdfast.control.staying import LEAST_S, LEAVE_S, LONGER, TRIES
 
@@ -52,6 +52,15 @@ def test_those_that_cannot_are_ended_and_those_that_can_leave() -> None:
     assert len(job.worlds) == 1
     job.ends(1, -signal.SIGTERM)
     assert job.worlds[-1].stayed
+
+
+def test_one_that_has_left_its_state_need_not_get_out() -> None:
+    job = training(2)
+    job.ends(0, -signal.SIGKILL, after_s=FOREVER_S)
+    assert the(job.hears(Bequeathed(0, 1)), Signal).ranks == (1,)
+    job.ends(1, -signal.SIGKILL)
+    assert [world.stayed for world in job.worlds] == [False, False]
+    assert job.hears(Bequeathed(0, 1)) == [], "of a world that is over"
 
 
 def test_one_that_does_not_get_out_is_killed() -> None:
