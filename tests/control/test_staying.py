@@ -7,7 +7,18 @@ import signal
 from lone_job import FOREVER_S, LoneJob
 from stories import every, the
 
-from holdfast.control.acts import Bequeathed, Leave, Left, Signal, Started, Stays, StopRequested, Stumbled, Timer
+from holdfast.control.acts import (
+    Bequeathed,
+    Leave,
+    Left,
+    Opened,
+    Signal,
+    Started,
+    Stays,
+    StopRequested,
+    Stumbled,
+    Timer,
+)
 from holdfast.control.causes import Kind
 from holdfast.control.staying import LEAST_S, LEAVE_S, LONGER, TRIES
 
@@ -107,10 +118,13 @@ def test_after_two_worlds_without_a_step_all_are_started_anew() -> None:
     for rank in range(3):
         job.hears(Stays(job.generation, rank), 0.0)
     actions = job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
-    assert not every(actions, Leave) and "started anew" in the(actions, Signal).why
+    assert not every(actions, Leave) and the(actions, Signal).signum == signal.SIGTERM
     job.ends(0, -signal.SIGTERM)
     job.ends(2, -signal.SIGTERM)
     assert not job.worlds[-1].stayed
+    told = [opened.incident.action for opened in every(job.log, Opened)]
+    assert told[0] == "restart 1 of 10; 2 ranks stay"
+    assert told[-1].endswith("; all ranks are started anew: ranks that stayed came to no step in 2 worlds")
 
 
 def test_a_world_of_them_that_comes_to_no_step_is_given_up() -> None:

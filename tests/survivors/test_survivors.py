@@ -179,3 +179,32 @@ def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> Non
     assert all(done == list(range(done[0], 201)) for done in steps(job).values())
     assert len(job.events("standby.ready")) == 2, "another one is started"
     assert job.leftovers() == []
+
+
+def test_a_program_that_cannot_stand_by(job: Job) -> None:
+    """The job trains on without."""
+    env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
+    job.start(SCRIPT, "--steps=60", "--pace=0.05", "--stays=0", nproc=1, flags=("--standby=1",), env=env)
+    job.wait_event("standby.ended")
+    assert job.wait() == 0, job.err
+    assert (
+        "holdfast: no process stands by: one ended before it was ready: holdfast: a program that stands by" in job.err
+    )
+    assert len(job.events("standby.ended")) == 1, "it is not tried again"
+
+
+def test_hooks(job: Job, undisturbed: Any) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--hooks") == 0, job.err
+    check(job, undisturbed(), {1})
+    told = [(line["rank"], line["hook"], line["world"]) for line in job.news.seen if "hook" in line]
+    for rank in (0, 2):
+        assert [each[1:] for each in told if each[0] == rank] == [
+            ("abort", True), ("abort again", True), ("aborted", True), ("health", True), ("rejoin", False)
+        ]  # fmt: skip
+    assert all(each[0] != 1 for each in told)
+
+
+def test_one_that_says_that_it_is_not_healthy_is_replaced(job: Job, undisturbed: Any) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--hooks", "--unhealthy=2") == 0, job.err
+    check(job, undisturbed(), {1, 2})
+    assert "rank 2 is not healthy, by its own check, and ends" in job.err

@@ -183,7 +183,7 @@ class Agent:
         self._stage = Stage(
             self._loop, options, self._helpers, self._planner, self._env, self._threads, self._records, plumbing, logs,
             self._monitors, listener, self._from_rank, self._dying, self._refuse, self._started,
-            lambda ready: self._advance(acts.StandsBy(ready)),
+            lambda ready: self._advance(acts.StandsBy(ready)), self.say,
         )  # fmt: skip
         self._at_end.callback(self._stage.close)
         self._page = Page(options.dashboard, run_dir.path, self.say)

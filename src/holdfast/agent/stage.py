@@ -45,6 +45,7 @@ class Stage:
         on_refused: Callable[[str], None],
         on_up: Callable[[RunningWorld], None],
         on_standby: Callable[[int], None],
+        say: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._options = options
@@ -65,7 +66,7 @@ class Stage:
         self._lease_until_s = 0.0
         self._destinations: dict[int, Destination] = {}
         self._stayers: dict[int, Stayer] = {}  # by local rank
-        self.standbys = Standbys(loop, options, helpers, env, plumbing, records.events.emit, on_standby)
+        self.standbys = Standbys(loop, options, helpers, env, plumbing, records.events.emit, on_standby, say)
         self.world: RunningWorld | None = None
         self._will, self._will_of = -1, -1  # the file, and the generation whose rank has left it
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended

@@ -51,9 +51,10 @@ class Standbys:
         plumbing: Plumbing,
         emit: Callable[[record.Happened], None],
         on_change: Callable[[int], None],
+        say: Callable[[str], None],
     ) -> None:
         self._loop, self._options, self._helpers, self._env = loop, options, helpers, env
-        self._plumbing, self._emit, self._on_change = plumbing, emit, on_change
+        self._plumbing, self._emit, self._on_change, self._say = plumbing, emit, on_change, say
         self._tokens = itertools.count(-1, -1)
         self._all: dict[int, _Standby] = {}  # by token
         self._gave_up = False
@@ -124,9 +125,14 @@ class Standbys:
             if standby.stayer.pid == pid:
                 tail = standby.stayer.output.tail
                 standby.stayer.output.drain()
-                # One that ends before it was ready would do so again.
-                self._gave_up = self._gave_up or standby.ready is None
-                self._emit(record.StandbyEnded(standby.local_rank, pid, tail.text()[-1:]))
+                last = tail.text()[-1:]
+                if standby.ready is None and not self._gave_up:
+                    # It would do so again.
+                    self._gave_up = True
+                    self._say(
+                        f"no process stands by: one ended before it was ready: {' '.join(last) or 'it said nothing'}"
+                    )
+                self._emit(record.StandbyEnded(standby.local_rank, pid, last))
                 self.not_forked(token)
                 self._on_change(self.ready)
 

@@ -25,6 +25,8 @@ class Ended(msgspec.Struct, frozen=True):
     stepped: bool
     base: int = 0  # what the optimizer had done before this world
     stays: bool = False  # all its ranks could outlive it
+    stayed: int = 0  # so many have
+    anew: str = ""  # why they have not
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ class Account:
             steps=ended.steps,
             uptime_s=uptime_s,
             stopped_at_s=now_s,
-            action=decision.reason,
+            action=decision.reason + (_who_stays(ended) if isinstance(decision, Restart) else ""),
             restarted=isinstance(decision, Restart),
         )
         self.incidents = opened.number
@@ -165,3 +167,10 @@ class Account:
 
 def _with(value: S, **changes: object) -> S:
     return msgspec.structs.replace(value, **changes)
+
+
+def _who_stays(ended: Ended) -> str:
+    """Which step of the ladder this is, and why it is not the first."""
+    if ended.stayed:
+        return f"; {ended.stayed} rank{'s stay' if ended.stayed > 1 else ' stays'}"
+    return f"; all ranks are started anew: {ended.anew}" if ended.anew else ""

@@ -151,6 +151,8 @@ class Breaking(Forming):
             self.groups += [_with(group, node=name) for group in down.groups]
             self.world_steps = max(self.world_steps, down.steps or 0)
             self.world_base = max(self.world_base, down.base)
+            self.stayers += down.stay
+            self.anew = self.anew or down.anew
             self.steps_known = self.steps_known or down.steps is not None
             self.steps_seen = self.steps_seen or bool(down.steps)
             self.up.discard(node)
@@ -220,7 +222,8 @@ class Breaking(Forming):
     def _ended(self) -> Ended:
         steps = max(self.world_steps, int(self.has_stepped)) if self.steps_known else None
         stays = self.stay >= self.seats.keys()
-        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base, stays)
+        of = (self.stayers, self.anew)
+        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base, stays, *of)
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:
         """Set a node aside that keeps failing, if the job can do without it."""

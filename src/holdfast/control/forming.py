@@ -81,6 +81,8 @@ class Forming:
         self.ending: protocol.Over | None = None  # how the job ends once this world is down: a rank asked for it
         self.groups: list[Group] = []  # what the ranks of a hung world were doing
         self.world_base = 0  # the steps that an optimizer had done before this world
+        self.stayers = 0  # ranks of it that have left it, and stay
+        self.anew = ""  # why they do not, if they could
         self.gaps_s = NO_GAPS
         self.trained = False
         self.learned = record.learned if record and not record.over else ""
@@ -169,7 +171,8 @@ class Forming:
         self.unconfirmed, self.done = set(self.seats), set()
         self.stay = set()
         self.heard_s = 0.0
-        self.world_steps = self.world_base = 0
+        self.world_steps = self.world_base = self.stayers = 0
+        self.anew = ""
         self.stragglers.begin()
         self.steps_known = self.steps_seen = self.has_stepped = False
         self.groups, self.ending = [], None

@@ -123,7 +123,9 @@ class Down(Message, frozen=True):
     fit: bool = True  # False: it holds processes that cannot be ended, and leaves the job
     base: int = 0  # the steps that an optimizer had done before this world
     groups: tuple[Group, ...] = ()  # what the ranks were doing, if they hung
-    staying: bool = False  # some have only left it
+    staying: bool = False  # some have only left it, or a standby is there
+    stay: int = 0  # so many have
+    anew: str = ""  # why none has that could
 
 
 class Done(Message, frozen=True):

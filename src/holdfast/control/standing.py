@@ -68,6 +68,7 @@ class Standing:
         self.stays: frozenset[int] = frozenset()  # ranks of this world that can
         self.left: tuple[Left, ...] = ()  # those that have
         self.staying = False  # some have left the last world, and wait
+        self.anew = ""  # why those that could do so do not
         self.standby = 0  # processes that have started, and wait
         self.causes: tuple[Cause, ...] = ()  # of ours, not of a rank
         self.failing = ""
@@ -165,6 +166,8 @@ class Standing:
             base=max((*(exit.base for exit in self.exits), *(left.base for left in self.left)), default=0),
             groups=stacks.trimmed(self.groups),
             staying=self._has_ranks_to_be,
+            stay=len(self.left),
+            anew=self.anew,
         )
 
     # -- what is known ------------------------------------------------------------------------------------------------

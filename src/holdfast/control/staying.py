@@ -28,7 +28,7 @@ class Staying(Standing):
     def _begin_world(self) -> None:
         self.stayed, self.staying = self.staying, False
         self.tries = self.tries + 1 if self.stayed else 0
-        self.stays, self.left, self.stumbles = frozenset(), (), ()
+        self.stays, self.left, self.stumbles, self.anew = frozenset(), (), (), ""
 
     def _is_up(self, now_s: float, started: Started) -> list[Action]:
         """All ranks have a process."""
@@ -52,8 +52,10 @@ class Staying(Standing):
         assert self.world is not None
         may_stay = self.over is None and self.stop_signal is None and not self.hung and self.tries < TRIES
         leaves = self.live & self.stays if may_stay else frozenset()
-        if self.stayed and self.tries >= TRIES:
-            why += f"; ranks that stayed came to no step in {TRIES} worlds, so all are started anew"
+        if self.hung and self.stays:
+            self.anew = "who hangs cannot be told to leave"
+        elif self.tries >= TRIES and self.stays:
+            self.anew = f"ranks that stayed came to no step in {TRIES} worlds"
         actions: list[Action] = []
         if leaves:
             actions.append(Leave(tuple(sorted(leaves)), why, drain))

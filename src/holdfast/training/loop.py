@@ -31,7 +31,7 @@ from holdfast.training.streams import Stream
 from holdfast.training.survival import Survival
 from holdfast.training.units import Cut, Unit
 from holdfast.wire import messages
-from holdfast.wire.snapshots import STAYED, WILL
+from holdfast.wire.snapshots import STANDBY, STAYED, WILL
 from holdfast.worker import groups, place
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class Loop:
         self.state = {**state, **own}
         if self._options.stays:
             self._survival = survival.begin(self.modules, self._run.hooks)
+        elif os.environ.get(STANDBY):
+            groups.refuse_to_stand_by("wants holdfast.init(stays=True)")
         if self._survival is not None and self._survival.stands_by:
             self._survival.stand_by()
             self._run.take_place()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from holdfast import linux
 from holdfast.wire.snapshots import STANDBY, STAYED
@@ -79,10 +79,12 @@ def _pretend(init: Callable[..., None]) -> Callable[..., None]:
 
 def _trains_in_vain(*_: Any) -> None:
     if os.environ.get(STANDBY):
-        print(
-            "holdfast: a program that stands by has to call run.attach() before it trains", file=sys.stderr, flush=True
-        )
-        os._exit(1)
+        refuse_to_stand_by("has to call run.attach() before it trains")
+
+
+def refuse_to_stand_by(why: str) -> NoReturn:
+    print(f"holdfast: a program that stands by {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _silent(init: Callable[..., None]) -> Callable[..., None]:

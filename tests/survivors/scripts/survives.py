@@ -69,6 +69,16 @@ def say(run: holdfast.Run, **more: Any) -> None:
         news.write(json.dumps(line) + "\n")
 
 
+def add_hooks(run: holdfast.Run, unhealthy: int) -> None:
+    for moment, name in [("abort", "abort"), ("abort", "abort again"), ("aborted", "aborted"), ("rejoin", "rejoin")]:
+        run.on(moment)(lambda name=name: say(run, hook=name, world=dist.is_initialized()))
+
+    @run.on("health")
+    def healthy() -> bool:
+        say(run, hook="health", world=dist.is_initialized())
+        return run.rank != unhealthy
+
+
 def main() -> nn.Module:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=json.loads, default=[])
@@ -80,6 +90,8 @@ def main() -> nn.Module:
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
+    parser.add_argument("--hooks", action="store_true")
+    parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     args = parser.parse_args()
     kills = Kills(args.kills)
 
@@ -97,6 +109,8 @@ def main() -> nn.Module:
         save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
     )
     run.attach(model=model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills))
+    if args.hooks:
+        add_hooks(run, args.unhealthy)
     torch.manual_seed(run.rank)  # for dropout
     model.module[0].register_forward_hook(lambda *_: kills.at("forward"))
     model.module[0].weight.register_hook(lambda _: kills.at("backward"))
