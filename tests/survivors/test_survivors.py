@@ -208,3 +208,14 @@ def test_one_that_says_that_it_is_not_healthy_is_replaced(job: Job, undisturbed:
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--hooks", "--unhealthy=2") == 0, job.err
     check(job, undisturbed(), {1, 2})
     assert "rank 2 is not healthy, by its own check, and ends" in job.err
+
+
+@pytest.mark.parametrize("at", ["forward", "before step"])
+def test_shards(job: Job, undisturbed: Any, at: str) -> None:
+    """What a dead rank had is in its last snapshot: after every second step here."""
+    assert run(job, [{"rank": 1, "step": 12, "at": at}], "--fsdp", "--train") == 0, job.err
+    assert same(torch.load(job.folder / "weights.pt"), undisturbed("--fsdp", "--train"), bits=False)
+    assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1], job.err
+    assert [event["stayed"] for event in job.events("world.launched")] == [[], [0, 2]]
+    for rank, done in steps(job).items():
+        assert (len(done) <= STEPS + 2 and set(done) == set(range(1, STEPS + 1))) or rank == 1

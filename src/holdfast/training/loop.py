@@ -105,8 +105,8 @@ class Loop:
         self.state = {**state, **own}
         if self._options.stays:
             self._survival = survival.begin(self.modules, self._run.hooks)
-        elif os.environ.get(STANDBY):
-            groups.refuse_to_stand_by("wants holdfast.init(stays=True)")
+        if self._survival is None and os.environ.get(STANDBY):
+            groups.refuse_to_stand_by("wants holdfast.init(stays=True), and modules that can stay")
         if self._survival is not None and self._survival.stands_by:
             self._survival.stand_by()
             self._run.take_place()

@@ -69,6 +69,16 @@ def say(run: holdfast.Run, **more: Any) -> None:
         news.write(json.dumps(line) + "\n")
 
 
+def sharded(model: nn.Sequential) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
 def add_hooks(run: holdfast.Run, unhealthy: int) -> None:
     for moment, name in [("abort", "abort"), ("abort", "abort again"), ("aborted", "aborted"), ("rejoin", "rejoin")]:
         run.on(moment)(lambda name=name: say(run, hook=name, world=dist.is_initialized()))
@@ -90,6 +100,7 @@ def main() -> nn.Module:
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     args = parser.parse_args()
@@ -97,10 +108,12 @@ def main() -> nn.Module:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(WIDTH, 32), nn.GELU()]
+    first = nn.Linear(WIDTH, 32)
+    layers: list[nn.Module] = [first, nn.GELU()]
     layers += [nn.BatchNorm1d(32)] if args.buffers else []
     layers += [nn.Dropout(0.2)] if args.dropout else []
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(32, WIDTH)))
+    plain = nn.Sequential(*layers, nn.Linear(32, WIDTH))
+    model: nn.Module = sharded(plain) if args.fsdp else DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     data = torch.randn(args.steps * 16, WIDTH)
@@ -112,8 +125,9 @@ def main() -> nn.Module:
     if args.hooks:
         add_hooks(run, args.unhealthy)
     torch.manual_seed(run.rank)  # for dropout
-    model.module[0].register_forward_hook(lambda *_: kills.at("forward"))
-    model.module[0].weight.register_hook(lambda _: kills.at("backward"))
+    first.register_forward_hook(lambda *_: kills.at("forward"))
+    if not args.fsdp:
+        first.weight.register_hook(lambda _: kills.at("backward"))
     register_optimizer_step_pre_hook(lambda *_: kills.at("before step"))
     register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
 
@@ -136,8 +150,12 @@ def main() -> nn.Module:
         run.train(train)
     else:
         train()
-    if run.rank_zero:
-        state = [model.module.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+    if args.fsdp:
+        whole = {name: value.full_tensor() for name, value in plain.state_dict().items()}
+        if run.rank_zero:
+            torch.save(whole, STATE / "weights.pt")
+    elif run.rank_zero:
+        state = [plain.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
         torch.save(state, STATE / "weights.pt")
     run.close()
     dist.destroy_process_group()
