@@ -127,7 +127,7 @@ def main() -> nn.Module:
     torch.manual_seed(run.rank)  # for dropout
     first.register_forward_hook(lambda *_: kills.at("forward"))
     if not args.fsdp:
-        first.weight.register_hook(lambda _: kills.at("backward"))
+        first.weight.register_hook(lambda _: kills.at("backward"))  # type: ignore[no-untyped-call]
     register_optimizer_step_pre_hook(lambda *_: kills.at("before step"))
     register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
 
