@@ -52,3 +52,26 @@ def test_any_schedule_of_worlds_and_kills_ends_with_the_same_bits(tmp_path: Path
     training.check_exactly_once(37, epochs=2)
     assert len(training.restored()) == 4, schedule  # both kills came to pass
     assert training.digest == undisturbed, schedule
+
+
+def stayed(seed: int) -> Schedule:
+    """One job, in which ranks are killed, one after the other, and the others stay."""
+    chance = random.Random(seed)
+    ranks = chance.randint(2, 4)
+    steps = sorted(chance.choices(range(STEPS), k=chance.randint(1, 4)))
+    kills = tuple((step, chance.randrange(ranks)) for step in steps)
+    return Schedule((World(ranks, 0, kills),), (f"--memory-every={chance.randint(0, 3)}", "--stays=1"))
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+def test_any_schedule_of_kills_that_the_others_outlive_ends_with_the_same_bits(
+    tmp_path: Path, undisturbed: str, seed: int
+) -> None:
+    schedule = stayed(seed)
+    training = Training(tmp_path)
+    [world] = schedule.worlds
+    assert training.run(world, *FLAGS, *schedule.flags) == 0, (schedule, training.said)
+    training.check_exactly_once(37, epochs=2)
+    generations = {line["generation"] for line in training.lines if "step" in line}
+    assert max(generations) == len(world.kills), schedule  # all came to pass
+    assert training.digest == undisturbed, schedule

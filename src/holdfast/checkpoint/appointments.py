@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ class Appointments:
         self._over = False
         self._store, self._name = together.about("plans").line
         self._threads: list[threading.Thread] = []
-        os.register_at_fork(after_in_child=self._forget)
+        _all.add(self)
         if self._size > 1:
             self._spawn(self._listen, together.about("plans", own_line=True).line[0])
             if self._rank == 0:
@@ -164,3 +165,14 @@ class Appointments:
         """A child of the rank trains nothing, and has none of its threads."""
         self._changed = threading.Condition()
         self._plan, self._due, self._threads, self._over = None, {}, [], True
+
+
+_all: weakref.WeakSet[Appointments] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for each in list(_all):
+        each._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

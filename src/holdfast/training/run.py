@@ -167,7 +167,8 @@ class Run:
     @property
     def _training(self) -> Loop:
         if self._loop is None:
-            from holdfast.training.loop import Loop, Options
+            from holdfast.training.loop import Loop
+            from holdfast.training.options import Options
 
             self._loop = Loop(self, Options(**self._options))
         return self._loop

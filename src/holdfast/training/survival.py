@@ -67,6 +67,8 @@ class Survival:
         for part in rebuilding.wrapped(modules):
             if hasattr(part, "_sync_buffers"):
                 part._sync_buffers = _kept(part._sync_buffers)  # type: ignore[method-assign]
+            if hasattr(part, "_pre_forward"):
+                part._pre_forward = _again_without_gradients(part._pre_forward)  # type: ignore[method-assign]
 
     # In the seat's thread:
 
@@ -218,7 +220,7 @@ class Mark:
                 buffer.copy_(kept)
 
 
-def _kept(call: Callable[..., Any]) -> Callable[..., Any]:
+def _kept(call: Callable[..., Any], instead: Callable[..., Any] = lambda *_, **__: None) -> Callable[..., Any]:
     """What it raises because the world is over is not raised: the step is doomed, and goes on to its end."""
 
     @functools.wraps(call)
@@ -231,6 +233,12 @@ def _kept(call: Callable[..., Any]) -> Callable[..., Any]:
             failure.__traceback__ = None  # by which it would keep the group, and its connections, open
             with contextlib.suppress(AttributeError):
                 failure.__context__ = failure.__cause__ = None
-        return None
+        return instead(*args, **kwargs)
 
     return kept
+
+
+def _again_without_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What DDP does before a forward: in the second of a world, and where gradients are wanted, all ranks agree on
+    its buckets. Then it moves the inputs to their device, and that has to be done."""
+    return _kept(call, torch.no_grad()(call))

@@ -1,0 +1,162 @@
+"""The worlds that a training goes through, one after the other, and how its state gets from each into the next."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from holdfast.checkpoint import randomness
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.restore import Restored
+from holdfast.training import handover, rebuilding, survival, wills
+from holdfast.training.accumulation import Accumulation
+from holdfast.training.cursors import Cursors
+from holdfast.training.handover import Decided, Offer
+from holdfast.training.options import Options
+from holdfast.training.requests import Requests
+from holdfast.wire import messages
+from holdfast.wire.snapshots import STANDBY, STAYED, WILL
+from holdfast.worker import groups, place
+
+if TYPE_CHECKING:
+    from holdfast.training.run import Run
+
+
+class Worlds:
+    """Where ranks do not stay, one rank sees but one of them."""
+
+    def __init__(
+        self,
+        run: Run,
+        options: Options,
+        modules: list[nn.Module],
+        state: dict[str, Any],
+        cursors: Cursors,
+        accumulation: Accumulation,
+        requests: Requests | None,
+    ) -> None:
+        self._run, self._options, self._modules, self._state = run, options, modules, state
+        self._cursors, self._accumulation, self._requests = cursors, accumulation, requests
+        self.checkpointer: Checkpointer | None = None
+        self.survival = survival.begin(modules, run.hooks) if options.stays else None
+        self.touched = False  # something counts a step that is not done yet
+        self._torn = False  # a state is being loaded
+
+    def begin(self) -> Restored | None:
+        """The first that this process is in."""
+        if self.survival is None:
+            if os.environ.get(STANDBY):
+                groups.refuse_to_stand_by("wants holdfast.init(stays=True), and modules that can stay")
+            restored = self._enter(Offer())
+            groups.settle()
+            return restored
+        if self.survival.stands_by:
+            self.survival.stand_by()
+            self._run.take_place()
+        self.survival.bequeath = self._bequeath
+        restored = self._enter(self._inherited())
+        groups.settle()
+        self.survival.step_done()
+        self.survival.announce()
+        self.survival.wait_for_others_end()
+        return restored
+
+    def go_on(self) -> None:
+        """This one is over. Leave it, and go on in the next one, after the last step that was done."""
+        survives = self.survival
+        assert survives is not None
+        mine = self._offer()
+        survives.undo()
+        self.touched = False
+        while True:
+            assert self.checkpointer is not None
+            self.checkpointer.abandon()
+            survives.leave()
+            try:
+                survives.join()
+                self._run.take_place()
+                self._enter(mine)
+                survives.step_done()
+                return
+            except Exception as failure:  # of this world, too
+                if not survives.outlives(failure):
+                    raise
+                failure.__traceback__ = None
+            mine = Offer() if self._torn else mine
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, mine: Offer) -> Restored | None:
+        """Go on from the newest state that is anywhere: in the memory of another rank, in a snapshot, on storage."""
+        options = self._options
+        checkpointer = self.checkpointer = Checkpointer(
+            options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
+            keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
+            every_minutes=options.save_minutes, memory_every=options.memory_every, shared=options.shared,
+        )  # fmt: skip
+        checkpointer.stops_when(self._is_to_stop)
+        if self.survival is not None:
+            checkpointer.stays = self.survival.leave_at_boundary
+        checkpointer.rank_state = self._cursors.own_state
+        checkpointer.told = self._accumulation.told
+        if (decided := handover.agree(checkpointer.together, mine)) is not None:
+            return self._take_over(checkpointer, decided)
+        self._torn = True
+        restored = checkpointer.restore()
+        self._torn = False
+        if restored is not None:
+            self._cursors.begin(restored.step, restored.epoch, checkpointer.restored_rank_state)
+        elif os.environ.get(STAYED):
+            # From the beginning, and nobody else has seen to it that all have the same weights.
+            handover.from_rank_zero(checkpointer.together, self._state)
+        return restored
+
+    def _take_over(self, checkpointer: Checkpointer, decided: Decided) -> Restored:
+        """Ranks of the last world are here, and have its state."""
+        began_s, best = time.monotonic(), decided.best
+        self._torn = self._run.rank in decided.lack
+        handover.hand_over(checkpointer.together, decided, self._state)
+        self._torn = False
+        if best.term >= 0:
+            checkpointer.go_on(best.term)
+        self._cursors.step = best.step
+        name = f"the memory of rank {decided.source}"
+        if (here := place.current()) is not None:
+            took_s = time.monotonic() - began_s
+            here.report(messages.Restored(here.rank, here.generation, best.step, took_s, name))
+        self._run.say(f"goes on from step {best.step} ({name})")
+        return Restored(best.step, None, {}, name, None)
+
+    def _is_to_stop(self) -> bool:
+        if self._requests is not None:
+            return self._requests.stop
+        return self.survival is not None and self.survival.asked
+
+    # -- what this rank has of it -------------------------------------------------------------------------------------
+
+    def _offer(self) -> Offer:
+        """If it is whole, and all of it: other ranks' shards it has not."""
+        if self.touched or self._torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
+            return Offer()
+        return Offer(self._run.generation, self._cursors.step, self.checkpointer.term)
+
+    def _inherited(self) -> Offer:
+        """What a rank of the last world has left to this one, if it had to."""
+        path = os.environ.get(WILL, "")
+        if not path or (will := wills.read(path, self._state)) is None:
+            return Offer()
+        if will.randomness:
+            randomness.put_back(will.randomness)
+        return will.offer
+
+    def _bequeath(self) -> int | None:
+        """A file with what this rank has, if it is whole. In another thread: the training's is stuck."""
+        assert self.survival is not None
+        mine = self._offer()
+        if mine == Offer():
+            return None
+        self.survival.undo()
+        return wills.write(self._state, mine, self.survival.randomness)
