@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from cluster.cluster import Cluster, MakeCluster
 from cluster.jobs import Job
 
@@ -47,3 +49,24 @@ def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
     done = steps(trio, first["pid"])
     assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
     assert trio.leftovers() == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_one_joins_and_leaves_ten_times(cluster: MakeCluster) -> None:
+    pair = cluster()
+    job = training(pair, "1:2")
+    job.start(0)
+    first = job.wait_generation(0, 0)[0]["pid"]
+    for time in range(10):
+        job.start(1)
+        world = job.wait_generation(2 * time + 1, 0, 1)
+        assert world[0]["pid"] == first
+        pair.signal_agent(1, signal.SIGTERM)
+        assert job.ends(1) == [0]
+        assert job.wait_generation(2 * time + 2, 0)[0]["restart_count"] == 0
+    pair.signal_agent(0, signal.SIGTERM)
+    assert job.ends(0) == [0]
+    done = steps(pair, first)
+    assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
+    assert pair.leftovers() == []

@@ -152,6 +152,7 @@ class Breaking(Forming):
             self.world_steps = max(self.world_steps, down.steps or 0)
             self.world_base = max(self.world_base, down.base)
             self.stayers += down.stay
+            self.stay |= {node} if down.stays else set()
             self.anew = self.anew or down.anew
             self.steps_known = self.steps_known or down.steps is not None
             self.steps_seen = self.steps_seen or bool(down.steps)

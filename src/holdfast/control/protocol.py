@@ -125,6 +125,7 @@ class Down(Message, frozen=True):
     groups: tuple[Group, ...] = ()  # what the ranks were doing, if they hung
     staying: bool = False  # some have only left it, or a standby is there
     stay: int = 0  # so many have
+    stays: bool = False  # all could, when they were told to stop
     anew: str = ""  # why none has that could
 
 

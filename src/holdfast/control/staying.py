@@ -28,7 +28,7 @@ class Staying(Standing):
     def _begin_world(self) -> None:
         self.stayed, self.staying = self.staying, False
         self.tries = self.tries + 1 if self.stayed else 0
-        self.stays, self.left, self.stumbles, self.anew = frozenset(), (), (), ""
+        self.stays, self.left, self.stumbles, self.anew, self.all_stay = frozenset(), (), (), "", False
 
     def _is_up(self, now_s: float, started: Started) -> list[Action]:
         """All ranks have a process."""
@@ -50,6 +50,7 @@ class Staying(Standing):
     def _stops(self, signum: int, why: str, drain: bool = False) -> list[Action]:
         """Those that can stay leave a world that is over, the others end. `drain`: at a boundary, all of them."""
         assert self.world is not None
+        self.all_stay = self.all_stay or self.stays >= self.live
         may_stay = self.over is None and self.stop_signal is None and not self.hung and self.tries < TRIES
         leaves = self.live & self.stays if may_stay else frozenset()
         if self.hung and self.stays:
