@@ -77,6 +77,7 @@ def test_a_slow_network_harms_nothing(cluster: MakeCluster, net: MakeNet) -> Non
     assert pair.leftovers() == []
 
 
+@pytest.mark.long
 def test_who_is_cut_off_for_too_long_ends_its_ranks_and_itself(cluster: MakeCluster, net: MakeNet) -> None:
     network = net(2)
     pair = cluster(network)

@@ -81,6 +81,7 @@ def kill_all(job: Job, pattern: str) -> int:
     return len(found)
 
 
+@pytest.mark.long
 def test_a_killed_rank_and_then_alone_without_two_checkpoints(job: Job) -> None:
     """Of those, one is deleted and one is damaged. Sixteen steps an epoch."""
     job.start(ELASTIC, "--batch-size=64", max_restarts=3)

@@ -81,6 +81,7 @@ def test_without_a_barrier(here: Workflows) -> None:
     assert code == 0 and "2 completed" in said, said + here.why()
 
 
+@pytest.mark.long
 def test_time_is_over_three_times(here: Workflows) -> None:
     """The warning that Slurm sends before its limit: save, end, and into the queue again."""
     runner = here.submit(train(20))
@@ -235,6 +236,7 @@ def test_a_node_goes_down(here: Workflows, hears: str) -> None:
     assert steps[-1] == 30 and len(steps) < 35
 
 
+@pytest.mark.long
 def test_the_controller_is_restarted(tmp_path: Path) -> None:
     """Tasks go on; what has to be submitted is, once it answers again. With a Slurm of its own: after a restart nodes
     may take minutes until they are idle."""

@@ -95,7 +95,7 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
     assert job.events("ranks.signalled") == []
 
 
-@pytest.mark.parametrize("flag", ["--buffers", "--dropout"])
+@pytest.mark.parametrize("flag", ["--buffers", pytest.param("--dropout", marks=pytest.mark.long)])
 def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: str) -> None:
     """Buffers, which DDP sends round before each forward, and random numbers."""
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], flag, nproc=2) == 0, job.err
@@ -128,7 +128,10 @@ def test_killed_in_the_recovery_itself(job: Job, undisturbed: Any, at: str) -> N
 
 
 def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed: Any) -> None:
-    kills = [{"rank": 2, "step": 11, "at": "after step", "how": "stuck"}, {"rank": 1, "step": 12, "at": "forward"}]
+    kills = [
+        {"rank": 2, "step": 11, "at": "after step", "how": "stuck"},
+        {"rank": 1, "step": 12, "at": "forward", "after": 0},
+    ]
     assert run(job, kills) == 0, job.err
     check(job, undisturbed(), {1, 2})
     [signalled] = job.events("ranks.signalled")
@@ -137,7 +140,10 @@ def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed:
 
 def test_the_last_one_that_has_the_state_does_not_get_out(job: Job, undisturbed: Any) -> None:
     """It leaves it to the process that takes its place."""
-    kills = [{"rank": 1, "step": 12, "at": "forward", "how": "stuck"}, {"rank": 0, "step": 12, "at": "forward"}]
+    kills = [
+        {"rank": 1, "step": 12, "at": "forward", "how": "stuck"},
+        {"rank": 0, "step": 12, "at": "forward", "after": 0},
+    ]
     assert run(job, kills, nproc=2) == 0, job.err
     check(job, undisturbed(nproc=2), {0, 1}, nproc=2)
     [signalled] = job.events("ranks.signalled")
@@ -153,6 +159,7 @@ def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job) -> None:
     assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1]
 
 
+@pytest.mark.long
 def test_a_collective_of_the_programs_own(job: Job, undisturbed: Any) -> None:
     """With run.train it is begun again. Without, the rank ends, and a new process takes its place."""
     assert run(job, [{"rank": 1, "step": 11, "at": "before step"}], "--own", "--train") == 0, job.err
@@ -204,13 +211,14 @@ def test_hooks(job: Job, undisturbed: Any) -> None:
     assert all(each[0] != 1 for each in told)
 
 
+@pytest.mark.long
 def test_one_that_says_that_it_is_not_healthy_is_replaced(job: Job, undisturbed: Any) -> None:
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--hooks", "--unhealthy=2") == 0, job.err
     check(job, undisturbed(), {1, 2})
     assert "rank 2 is not healthy, by its own check, and ends" in job.err
 
 
-@pytest.mark.parametrize("at", ["forward", "before step"])
+@pytest.mark.parametrize("at", ["forward", pytest.param("before step", marks=pytest.mark.long)])
 def test_shards(job: Job, undisturbed: Any, at: str) -> None:
     """What a dead rank had is in its last snapshot: after every second step here."""
     assert run(job, [{"rank": 1, "step": 12, "at": at}], "--fsdp", "--train") == 0, job.err

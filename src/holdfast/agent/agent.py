@@ -357,6 +357,7 @@ class Agent:
         self._helpers_ready = False
         if self._stage is not None:
             self._stage.standbys.clear()
+            self._stage.dying.clear()  # they are gone with it, or will be
         if self._node is None:
             self._refuse(f"{what} before any worker started", elsewhere=True)
         self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))

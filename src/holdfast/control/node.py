@@ -316,6 +316,7 @@ class Node(Staying):
     def _helpers_lost(self, now_s: float, lost: HelpersLost) -> list[Action]:
         had_ranks = bool(self.live)
         self.helpers, self.live, self.staying, self.standby = False, frozenset(), False, 0
+        self.undead.clear()
         if had_ranks:
             self.lost_steps = lost.steps
             self.steps += self._world_steps() or 0

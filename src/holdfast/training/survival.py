@@ -31,7 +31,6 @@ from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
 IDLE_S = 0.01
-LEFT_S = 60.0
 
 _active: Survival | None = None
 
@@ -61,7 +60,7 @@ class Survival:
         self.bequeath: Callable[[], int | None] = lambda: None
         self._main = time.pthread_getcpuclockid(threading.get_ident())
         self._worked_s = 0.0
-        self._late = 0
+        self._late, self._bequeathed = 0, False
         seat.watch(here.generation, self._over, self._is_late)
         torch.autograd.backward = _kept(torch.autograd.backward)
         for part in rebuilding.wrapped(modules):
@@ -83,10 +82,10 @@ class Survival:
         before_s, self._worked_s = self._worked_s, time.clock_gettime(self._main)
         if self._late == 1:
             groups.abort(store=True)
-        elif self._worked_s - before_s < IDLE_S and (fd := self.bequeath()) is not None:
+        elif not self._bequeathed and self._worked_s - before_s < IDLE_S and (fd := self.bequeath()) is not None:
+            self._bequeathed = True  # and it is ended now
             here = self._place
             here.report(messages.Bequeathed(here.rank, here.generation, fd))
-            time.sleep(LEFT_S)  # and is ended now
 
     # In the training's:
 

@@ -40,6 +40,8 @@ class Kills:
                     os.close(os.open(STATE / f"killed.{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
+                while not (STATE / f"killed.{kill.get('after', number)}").exists():
+                    time.sleep(0.005)
                 if kill.get("how") == "raise":
                     raise ValueError("of the program's own")
                 if kill.get("how") == "stuck":
