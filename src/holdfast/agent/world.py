@@ -174,7 +174,9 @@ class RunningWorld:
         """Have ranks leave this world, and stay."""
         for rank in ranks:
             with contextlib.suppress(channel.ChannelClosed, BlockingIOError):  # then it does not leave, and is killed
-                self._seats[rank - self.world.first_rank].send(messages.Leave(self.world.generation, why, boundary))
+                self._seats[rank - self.world.first_rank].send(
+                    messages.Leave(self.world.generation, why, boundary, self.steps() or 0)
+                )
 
     def left(self, rank: int) -> tuple[int | None, int]:
         """A rank has; the steps it had done, and those of its optimizer before."""

@@ -25,12 +25,14 @@ from holdfast.training import health, rebuilding, warming
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
 from holdfast.worker import errors, groups, place
+from holdfast.worker.beacon import STEPS
 from holdfast.worker.place import Place
 from holdfast.worker.saying import say
 from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
 IDLE_S = 0.01
+LAST_S = 0.2
 
 _active: Survival | None = None
 
@@ -71,7 +73,13 @@ class Survival:
 
     # In the seat's thread:
 
-    def _over(self) -> None:
+    def _over(self, steps: int) -> None:
+        """What one rank has done, the others can do, too: all that it takes is on its way. Else that step, of which
+        somebody may have heard, would be done again."""
+        until_s = time.monotonic() + LAST_S
+        words = self._place.beacon.words
+        while words[STEPS] < steps and not self.doomed and time.monotonic() < until_s:
+            time.sleep(LAST_S / 100)
         self._late, self._worked_s = 0, time.clock_gettime(self._main)
         groups.abort()
 

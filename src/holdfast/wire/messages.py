@@ -202,6 +202,7 @@ class Leave(Message, frozen=True):
     generation: int
     why: str
     boundary: bool = False
+    steps: int = 0  # that one of its ranks has done in it, so that all can
 
 
 ToWorker = Leave | ForkWorker

@@ -27,9 +27,9 @@ class Seat:
         self.asked = ""  # why all ranks are to leave it after the same step
         self._generation = -1
 
-    def watch(self, generation: int, on_over: Callable[[], None], on_late: Callable[[], None]) -> None:
-        """Listen from now on, in a thread. Call `on_over` in it as soon as the world is over, and `on_late` if it was
-        not left soon after, again and again."""
+    def watch(self, generation: int, on_over: Callable[[int], None], on_late: Callable[[], None]) -> None:
+        """Listen from now on, in a thread. Call `on_over` in it as soon as the world is over, with the steps that were
+        done in it, and `on_late` if it was not left soon after, again and again."""
         self._generation = generation
         listen = threading.Thread(target=self._listen, args=(on_over, on_late), name="holdfast-seat", daemon=True)
         listen.start()
@@ -65,7 +65,7 @@ class Seat:
         with self._changed:
             return self._changed.wait_for(lambda: self._waits, wait_s)
 
-    def _listen(self, on_over: Callable[[], None], on_late: Callable[[], None]) -> None:
+    def _listen(self, on_over: Callable[[int], None], on_late: Callable[[], None]) -> None:
         while True:
             try:
                 received = self._link.receive()
@@ -81,12 +81,12 @@ class Seat:
                     with self._changed:
                         self.asked = why
                         self._changed.notify_all()
-                case (messages.Leave(why=why), _):
+                case (messages.Leave(why=why, steps=steps), _):
                     with self._changed:
                         self.over = why
                         self._changed.notify_all()
                     with contextlib.suppress(Exception):  # whatever they come to, the next place has to be heard of
-                        on_over()
+                        on_over(steps)
                     while not self._has_left_within(LATE_S):
                         with contextlib.suppress(Exception):
                             on_late()
