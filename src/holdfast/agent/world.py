@@ -185,11 +185,6 @@ class RunningWorld:
         page = self.pages[local_rank]
         return page.steps, page.base
 
-    @property
-    def stayed(self) -> tuple[int, ...]:
-        """The ranks that were in an earlier world, too."""
-        return tuple(self.world.first_rank + local_rank for local_rank in sorted(self._stayers))
-
     def lease(self, until_s: float) -> None:
         """Let the ranks step until then."""
         for page in self.pages:

@@ -62,7 +62,8 @@ class Survival:
         self.bequeath: Callable[[], int | None] = lambda: None
         self._main = time.pthread_getcpuclockid(threading.get_ident())
         self._worked_s = 0.0
-        self._late, self._bequeathed = 0, False
+        self._late = 0
+        self._will = -1  # the file, if one had to be left in this world
         seat.watch(here.generation, self._over, self._is_late)
         torch.autograd.backward = _kept(torch.autograd.backward)
         for part in rebuilding.wrapped(modules):
@@ -80,6 +81,9 @@ class Survival:
         words = self._place.beacon.words
         while words[STEPS] < steps and not self.doomed and time.monotonic() < until_s:
             time.sleep(LAST_S / 100)
+        if self._will >= 0:  # of an earlier world, which was left after all
+            os.close(self._will)
+            self._will = -1
         self._late, self._worked_s = 0, time.clock_gettime(self._main)
         groups.abort()
 
@@ -90,10 +94,10 @@ class Survival:
         before_s, self._worked_s = self._worked_s, time.clock_gettime(self._main)
         if self._late == 1:
             groups.abort(store=True)
-        elif not self._bequeathed and self._worked_s - before_s < IDLE_S and (fd := self.bequeath()) is not None:
-            self._bequeathed = True  # and it is ended now
+        elif self._will < 0 and self._worked_s - before_s < IDLE_S and (fd := self.bequeath()) is not None:
+            self._will = fd
             here = self._place
-            here.report(messages.Bequeathed(here.rank, here.generation, fd))
+            here.report(messages.Bequeathed(here.rank, here.generation, fd))  # and is ended now
 
     # In the training's:
 

@@ -40,9 +40,9 @@ class Seat:
             self._waits = True
             self._changed.notify_all()
 
-    def wait_until_over(self, timeout_s: float | None = None) -> bool:
+    def wait_until_over(self) -> None:
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self.over) or self._gone, timeout_s)
+            self._changed.wait_for(lambda: bool(self.over) or self._gone)
 
     def leave_at_boundary(self) -> None:
         """All ranks are at it. The others may have been asked before this one was."""
