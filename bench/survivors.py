@@ -167,7 +167,7 @@ def train(folder: Path) -> None:
     run.attach(model=model, optimizer=optimizer)
     log, rank = -1, -1
     for x, y in run.batches(TensorDataset(inputs, inputs.roll(1, dims=1)), 64, epochs=1_000_000):
-        before = run.steps_done
+        before, generation = run.steps_done, run.generation
         loss: Any = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -176,8 +176,8 @@ def train(folder: Path) -> None:
         if run.rank != rank:
             rank = run.rank
             log = os.open(folder / f"steps.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if run.steps_done > before:
-            os.write(log, b"%d %d %d %d\n" % (time.monotonic_ns(), run.generation, run.steps_done, os.getpid()))
+        if run.steps_done > before:  # in that world, even if it is in the next one by now: done here, or by another rank
+            os.write(log, b"%d %d %d %d\n" % (time.monotonic_ns(), generation, run.steps_done, os.getpid()))
         time.sleep(0.005)
 
 

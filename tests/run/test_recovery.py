@@ -139,7 +139,7 @@ def test_exit_codes_do_not_count_as_the_same_error(job: Job) -> None:
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(job: Job) -> None:
-    faults = [fault(0, 3, "deafen"), fault(1, 3, "SIGKILL")]
+    faults = [fault(0, 2, "deafen"), fault(1, 3, "SIGKILL")]  # step 2 is over on both before one dies
     assert job.run(TRAINS, "6", *faults, max_restarts=1, flags=("--shutdown-timeout=1",)) == 0
     [incident] = job.incidents()
     assert incident["rank"] == 1
