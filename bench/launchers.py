@@ -48,6 +48,7 @@ def ft_launcher() -> Launcher | None:
             "-q",
             "torch==2.13.0",
             "nvidia-resiliency-ext",
+            "torchft",
         ]
         made = subprocess.run([sys.executable, "-m", "venv", str(PEER_VENV)], capture_output=True).returncode == 0
         if not made or subprocess.run(pip, capture_output=True).returncode != 0:

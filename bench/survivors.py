@@ -150,35 +150,32 @@ def _job(folder: Path, ranks: int, flags: list[str]) -> Iterator[subprocess.Pope
 
 
 def train(folder: Path) -> None:
-    import torch
     import torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import TensorDataset
 
     import holdfast as package
+    from bench import small
 
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    inputs = torch.randn(8192, 64)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = DistributedDataParallel(small.model())
+    optimizer = small.optimizer(model)
     run = package.init(save_epochs=0, health_check_steps=0, stays=True)
     run.attach(model=model, optimizer=optimizer)
-    log, rank = -1, -1
-    for x, y in run.batches(TensorDataset(inputs, inputs.roll(1, dims=1)), 64, epochs=1_000_000):
+    log = small.Log(folder)
+    for x, y in run.batches(TensorDataset(*small.data()), small.BATCH, epochs=1_000_000):
         before, generation = run.steps_done, run.generation
         loss: Any = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         run.step(loss=loss)
-        if run.rank != rank:
-            rank = run.rank
-            log = os.open(folder / f"steps.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if run.steps_done > before:  # in that world, even if it is in the next one by now: done here, or by another rank
-            os.write(log, b"%d %d %d %d\n" % (time.monotonic_ns(), generation, run.steps_done, os.getpid()))
-        time.sleep(0.005)
+        if (
+            run.steps_done > before
+        ):  # in that world, even if it is in the next one by now: done here, or by another rank
+            log.step(run.rank, generation, run.steps_done)
+        time.sleep(small.PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""A rank is killed, and the others stay: Holdfast beside torchft and NVIDIA's in-process wrapper.
+
+`python -m bench.inside`: one small training, CPU, gloo. Two times: until the survivors do their next
+step, and until all ranks do. Torchft has no launcher: a killed rank is started again at once here. The wrapper goes on
+with fewer ranks, and a lost one never comes back: each kill has a job of its own, and the rank that keeps the store is
+spared."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.launchers import PEER_VENV, ROOT, ft_launcher, table, versions
+from bench.survivors import BACK_S, START_S, Lines, Step, measure
+
+LIGHTHOUSE = ("--min_replicas=1", "--join_timeout_ms=100", "--quorum_tick_ms=10", "--heartbeat_timeout_ms=500")
+
+
+class Times(NamedTuple):
+    survivors_ms: list[float]
+    all_ms: list[float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="of each")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if ft_launcher() is None:
+        raise SystemExit("without the peers there is nothing to compare")
+    print(f"{versions()}\n`{' '.join(['python -m bench.inside', *sys.argv[1:]])}`\n", flush=True)
+    rows = []
+    for name, flags in (("holdfast", []), ("holdfast, standby", [f"--standby={args.ranks}"])):
+        times = measure(name, args.ranks, flags, args.kills, args.seed).times_ms
+        rows.append(_row(name, args.ranks, Times(times, times)))
+    rows.append(_row("torchft", args.ranks, torchft(args.ranks, args.kills, args.seed)))
+    rows.append(_row("NVRx in-process", args.ranks, nvrx(args.ranks, args.kills, args.seed)))
+    print(
+        table(["", "ranks", "kills", "survivors: median", "90 %", "worst", "all ranks: median", "90 %", "worst"], rows)
+    )
+
+
+def _row(name: str, ranks: int, times: Times) -> list[str]:
+    row = [name, str(ranks), str(len(times.survivors_ms)), *_figures(times.survivors_ms), *_figures(times.all_ms)]
+    print(" ".join(row), file=sys.stderr, flush=True)
+    return row
+
+
+def _figures(times_ms: list[float]) -> list[str]:
+    if not times_ms:
+        return ["never"] * 3
+    ordered = sorted(times_ms)
+    picked = (statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1])
+    return [f"{ms:.0f} ms" for ms in picked]
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+def torchft(ranks: int, kills: int, seed: int) -> Times:
+    chance, times = random.Random(seed), Times([], [])
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        env = {"LIGHTHOUSE": stack.enter_context(_lighthouse(folder))}
+        jobs = stack.enter_context(_jobs())
+        for rank in range(ranks):
+            jobs[rank] = _start("torchft", folder, rank, ranks, env)
+        lines = Lines(folder, ranks)
+        _wait(lines, lambda rank, step: step.generation == ranks, folder)
+        for _ in range(kills):
+            time.sleep(1.0 + 0.5 * chance.random())
+            rank = chance.randrange(ranks)
+            _end(jobs[rank])
+            began_ns = time.monotonic_ns()
+            jobs[rank] = _start("torchft", folder, rank, ranks, env)
+            others = [other for other in range(ranks) if other != rank]
+
+            def after(of: int, step: Step, size: int, since_ns: int = began_ns, dead: int = rank) -> bool:
+                fresh = step.at_ns > since_ns and step.generation == size
+                return fresh and (of != dead or step.pid == jobs[dead].pid)
+
+            shrunk = _wait(lines, lambda of, step: after(of, step, ranks - 1), folder, others)
+            grown = _wait(lines, lambda of, step: after(of, step, ranks), folder)
+            times.survivors_ms.append((shrunk - began_ns) / 1e6)
+            times.all_ms.append((grown - began_ns) / 1e6)
+    return times
+
+
+def nvrx(ranks: int, kills: int, seed: int) -> Times:
+    chance, times = random.Random(seed), Times([], [])
+    for _ in range(kills):
+        with tempfile.TemporaryDirectory() as where, _jobs() as jobs:
+            folder = Path(where)
+            env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+            for rank in range(ranks):
+                jobs[rank] = _start("nvrx", folder, rank, ranks, env)
+            lines = Lines(folder, ranks)
+            _wait(lines, lambda rank, step: True, folder)
+            time.sleep(1.0 + 0.5 * chance.random())
+            rank = chance.randrange(1, ranks)
+            began_ns = time.monotonic_ns()
+            _end(jobs[rank])
+            others = [other for other in range(ranks) if other != rank]
+            back = _wait(lines, lambda _, step: step.generation == ranks - 1, folder, others)
+            times.survivors_ms.append((back - began_ns) / 1e6)
+    return times
+
+
+def _wait(lines: Lines, is_it: object, folder: Path, ranks: list[int] | None = None) -> int:
+    """When the last of those ranks did the first such step."""
+    assert callable(is_it)
+    until_s = time.monotonic() + max(START_S, BACK_S)
+    while time.monotonic() < until_s:
+        lines.read()
+        found = [
+            next((step.at_ns for step in lines.steps[rank] if is_it(rank, step)), None)
+            for rank in (ranks if ranks is not None else range(len(lines.steps)))
+        ]
+        if None not in found:
+            return max(at_ns for at_ns in found if at_ns is not None)
+        time.sleep(0.002)
+    said = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("err*"))
+    raise SystemExit(f"no step came in {max(START_S, BACK_S):.0f} s:\n{said}")
+
+
+def _start(which: str, folder: Path, rank: int, ranks: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "PYTHONPATH": str(ROOT),
+        "no_proxy": "*",
+    }
+    command = [str(PEER_VENV / "bin" / "python"), "-W", "ignore", "-m", "bench.inside_peers", which, str(folder)]
+    with open(folder / f"err.{rank}", "ab") as err:
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **own, **env}
+        return subprocess.Popen(command, env=given, stdout=err, stderr=err, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def _jobs() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    jobs: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        yield jobs
+    finally:
+        for process in jobs.values():
+            with contextlib.suppress(ProcessLookupError):  # of the session: the wrapper has processes of its own
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def _lighthouse(folder: Path) -> Iterator[str]:
+    """Torchft's server of quorums."""
+    port = _free_port()
+    command = [str(PEER_VENV / "bin" / "torchft_lighthouse"), f"--bind=127.0.0.1:{port}", *LIGHTHOUSE]
+    with open(folder / "err.lighthouse", "wb") as err:
+        process = subprocess.Popen(command, stdout=err, stderr=err)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
