@@ -161,7 +161,7 @@ def train(folder: Path) -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(small.model())
     optimizer = small.optimizer(model)
-    run = package.init(save_epochs=0, health_check_steps=0, stays=True)
+    run = package.init(save_epochs=0, health_check_steps=0)
     run.attach(model=model, optimizer=optimizer)
     log = small.Log(folder)
     for x, y in run.batches(TensorDataset(*small.data()), small.BATCH, epochs=1_000_000):

@@ -65,6 +65,7 @@ def kinds_done(campaign: Path) -> list[str]:
     return [fault.kind for fault in faults.read(str(campaign))]
 
 
+@pytest.mark.long
 def test_a_campaign_comes_through_with_the_weights_of_its_twin(tmp_path: Path) -> None:
     named = '[[fault]]\nkind = "kill"\nrank = 1\nat_step = 10\n'
     kinds = ("segfault", "exception", "crash-on-import", "hang")

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from slurm.slurm_cluster import Slurm
 
 # A step is one line of a file. Each start goes on where the last one ended, because it was told to in time.
@@ -23,6 +25,7 @@ done
 """
 
 
+@pytest.mark.long
 def test_a_job_whose_time_is_over_goes_on(cluster: Slurm, tmp_path: Path) -> None:
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     env = {**cluster.environment, "PATH": path}

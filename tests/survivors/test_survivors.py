@@ -17,6 +17,17 @@ from harness import Job
 SCRIPT = Path(__file__).parent / "scripts" / "survives.py"
 STEPS = 30
 
+GROUPED = """
+import torch, torch.distributed as dist, holdfast
+class Grouped:
+    def __init__(self): self.process_group = dist.group.WORLD
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+dist.init_process_group("gloo")
+run = holdfast.init(save_epochs=0)
+run.attach(model=torch.nn.Linear(1, 1), grouped=Grouped())
+"""
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
@@ -84,7 +95,15 @@ def check(job: Job, expected: Any, dead: set[int], nproc: int = 3, bits: bool = 
     assert set().union(*found.values()) == set(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("at", ["forward", "backward", "before step", "after step"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("forward", marks=pytest.mark.long),
+        "backward",
+        pytest.param("before step", marks=pytest.mark.long),
+        "after step",
+    ],
+)
 @pytest.mark.parametrize("how", [(), pytest.param(("--train",), marks=pytest.mark.long)], ids=["plain", "train"])
 def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, ...]) -> None:
     assert run(job, [{"rank": 1, "step": 11, "at": at}], *how) == 0, job.err
@@ -166,10 +185,23 @@ def test_a_collective_of_the_programs_own(job: Job, undisturbed: Any) -> None:
     check(job, undisturbed("--own"), {1})
 
 
-def test_without_it_all_are_started_anew(job: Job, undisturbed: Any) -> None:
-    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--stays=0") == 0, job.err
+@pytest.mark.parametrize("flag", ["--stays=0", "--early"])
+def test_a_program_that_cannot_stay_is_started_anew(job: Job, flag: str) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], flag) == 0, job.err
     assert all(len(pids(job, rank)) == 2 for rank in range(3))
     assert [event["stayed"] for event in job.events("world.launched")] == [[], []]
+    said = "ranks do not outlive their worlds: barrier() is called before run.attach(), and a new rank would be alone"
+    assert (said in job.err) == (flag == "--early")
+    assert len(job.incidents()) == 1
+
+
+def test_what_has_a_process_group_of_its_own_is_named(job: Job) -> None:
+    """And only that which does."""
+    script = job.folder / "script.py"
+    script.write_text(GROUPED)
+    assert job.run(script, nproc=2) == 0, job.err
+    said = "ranks do not outlive their worlds: a Grouped, which has a process group, cannot be given another"
+    assert job.err.count(said) == 1
 
 
 def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> None:
@@ -188,10 +220,11 @@ def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> Non
     assert job.leftovers() == []
 
 
-def test_a_program_that_cannot_stand_by(job: Job) -> None:
+@pytest.mark.parametrize("flag", ["--stays=0", pytest.param("--early", marks=pytest.mark.long)])
+def test_a_program_that_cannot_stand_by(job: Job, flag: str) -> None:
     """The job trains on without."""
     env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
-    job.start(SCRIPT, "--steps=60", "--pace=0.05", "--stays=0", nproc=1, flags=("--standby=1",), env=env)
+    job.start(SCRIPT, "--steps=60", "--pace=0.05", flag, nproc=1, flags=("--standby=1",), env=env)
     job.wait_event("standby.ended")
     assert job.wait() == 0, job.err
     assert (

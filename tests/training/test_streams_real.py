@@ -103,6 +103,7 @@ def test_with_workers_after_any_restart(name: str) -> None:
 # -- in a world --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_world_whose_ranks_are_killed_and_then_another_number_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ class Accumulation:
     def __init__(self, ask: Callable[[str], None]) -> None:
         self._ask = ask  # all ranks, to keep every so many units
         self._sums: Sums | None = None
+        self._kept: dict[str, Any] = _NOTHING  # of the step that is being done
         self._now: dict[str, Any] = _NOTHING
         self._saved: dict[str, Any] = _NOTHING
         self._every = 0  # units; 0: no step is long enough
@@ -34,18 +35,35 @@ class Accumulation:
         return self._now
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved = state
+        self._now = self._saved = self._kept = state
+
+    # -- from one world to the next -----------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> int:
+        """Samples of the step that is being done, in what was kept of it last."""
+        return int(self._kept["done"])
+
+    def offer(self) -> None:
+        """The step is interrupted, and this rank has what the next world goes on from."""
+        self._now = self._saved = self._kept
+
+    def lack(self) -> None:
+        """Another one has."""
+        self._now = self._saved = self._kept = _NOTHING
 
     # -- a training that begins ---------------------------------------------------------------------------------------
 
     def go_on(self, sums: Sums, cut: Cut, step: int, samples: int) -> int:
         """How many samples of the first step are in its sums already."""
         self._sums = sums
-        saved, self._saved = self._saved, _NOTHING
+        self._every, self._asked, self._began_s = 0, 0, time.monotonic()  # as it is for a rank that is new
+        saved, self._saved, self._now, self._kept = self._saved, _NOTHING, _NOTHING, _NOTHING
         done = int(saved["done"])
         if not done or saved["samples"] != samples or not cut.can_go_on(samples, done):
             return 0
         sums.go_on(step, cut.leaf_count(samples), saved["sums"])
+        self._kept = {**saved, "sums": sums.so_far()}
         return done
 
     # -- units --------------------------------------------------------------------------------------------------------
@@ -59,13 +77,16 @@ class Accumulation:
 
     def keep(self, unit: Unit, samples: int, snapshot: Callable[[int], None]) -> None:
         assert self._sums is not None
-        self._now = {"done": unit.done, "samples": samples, "sums": self._sums.so_far()}
+        self._now = self._kept = {"done": unit.done, "samples": samples, "sums": self._sums.so_far()}
         try:
             snapshot(unit.done)
         finally:
             self._now = _NOTHING
 
-    def step_done(self, units: int) -> None:
+    def step_done(self) -> None:
+        self._kept = self._now = _NOTHING
+
+    def learn(self, units: int) -> None:
         """One rank for all finds out how often is right."""
         now_s = time.monotonic()
         unit_s, self._began_s = (now_s - self._began_s) / units, now_s

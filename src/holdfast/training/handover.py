@@ -23,6 +23,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
     generation: int = -1
     step: int = -1
+    done: int = 0  # samples of the next step, which was interrupted
     term: int = -1  # of checkpoints
 
 
@@ -44,7 +45,7 @@ def agree(together: Together, mine: Offer) -> Decided | None:
 
     def decide(said: list[bytes]) -> bytes:
         offers = [msgspec.json.decode(one, type=Offer) for one in said]
-        best = max(offers, key=lambda offer: (offer.generation, offer.step))
+        best = max(offers, key=lambda offer: (offer.generation, offer.step, offer.done))
         source = offers.index(best)
         lack = tuple(rank for rank, offer in enumerate(offers) if offer != best)
         return msgspec.json.encode(Decided(source, best, lack))

@@ -283,6 +283,7 @@ class Loop:
         step, options = self._cursors.step, self._options
         assert self._worlds is not None
         self._worlds.touched = False
+        self._accumulation.step_done()
         if self._survival is not None:
             self._survival.step_done()
             if self._survival.over:
@@ -298,7 +299,7 @@ class Loop:
         saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
         checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
         if self._run.rank_zero and self._units > 1:
-            self._accumulation.step_done(self._units)
+            self._accumulation.learn(self._units)
         self._units = 0
 
     def _part(self, batches: Batches | Stream) -> None:

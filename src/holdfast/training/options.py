@@ -25,4 +25,4 @@ class Options(msgspec.Struct, frozen=True):
     health_check_s: float = 10.0
     exact: bool = False
     leaves: int = 8
-    stays: bool = False
+    stays: bool = True

@@ -24,9 +24,12 @@ def is_sharded(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters())
 
 
-def hinders(modules: Iterable[nn.Module]) -> str:
+def hinders(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
     """What cannot be given another group, if there is such a thing."""
     default = c10d._get_default_group().group_name
+    for value in others:
+        if getattr(value, "process_group", None) is not None:
+            return f"a {type(value).__name__}, which has a process group,"
     for part in _parts(modules):
         if isinstance(part, DistributedDataParallel) and part.process_group.group_name != default:
             return "a DistributedDataParallel with a process group of its own"

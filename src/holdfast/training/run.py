@@ -191,7 +191,7 @@ def init(
     health_check_s: float = 10.0,
     exact: bool = False,
     leaves: int = 8,
-    stays: bool = False,
+    stays: bool = True,
 ) -> Run:
     """Call it once on every rank, with the same arguments.
 

@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -37,16 +37,23 @@ LAST_S = 0.2
 _active: Survival | None = None
 
 
-def begin(modules: Iterable[nn.Module], hooks: Hooks) -> Survival | None:
-    """None: this process is no rank of an agent's, or has no group to get out of."""
+def begin(state: Collection[Any], hooks: Hooks) -> Survival | None:
+    """None: this process is no rank of an agent's, or has no group to get out of, or cannot."""
     global _active
     here = place.current()
     if here is None or here.seat is None or not dist.is_available() or not dist.is_initialized():
         return None
-    modules = list(modules)
-    if why := rebuilding.hinders(modules):
+    modules = [value for value in state if isinstance(value, nn.Module)]
+    why = ""
+    if found := rebuilding.hinders(modules, (value for value in state if not isinstance(value, nn.Module))):
+        why = f"{found} cannot be given another process group"
+    elif called := groups.early():
+        why = f"{called}() is called before run.attach(), and a new rank would be alone there; call it after that"
+    if why and os.environ.get(STANDBY):
+        groups.refuse_to_stand_by(f"cannot take a rank's place: {why}")
+    if why:
         if here.rank == 0:
-            say(f"ranks do not outlive their worlds: {why} cannot be given another process group")
+            say(f"ranks do not outlive their worlds: {why}")
         return None
     _active = Survival(here, here.seat, modules, hooks)
     return _active

@@ -41,7 +41,7 @@ class Worlds:
         self._run, self._options, self._modules, self._state = run, options, modules, state
         self._cursors, self._accumulation, self._requests = cursors, accumulation, requests
         self.checkpointer: Checkpointer | None = None
-        self.survival = survival.begin(modules, run.hooks) if options.stays else None
+        self.survival = survival.begin(state.values(), run.hooks) if options.stays else None
         self.touched = False  # something counts a step that is not done yet
         self._torn = False  # a state is being loaded
 
@@ -49,7 +49,7 @@ class Worlds:
         """The first that this process is in."""
         if self.survival is None:
             if os.environ.get(STANDBY):
-                groups.refuse_to_stand_by("wants holdfast.init(stays=True), and modules that can stay")
+                groups.refuse_to_stand_by("wants holdfast.init(stays=True), and a process group")
             restored = self._enter(Offer())
             groups.settle()
             return restored
@@ -118,6 +118,8 @@ class Worlds:
         """Ranks of the last world are here, and have its state."""
         began_s, best = time.monotonic(), decided.best
         self._torn = self._run.rank in decided.lack
+        if self._torn:
+            self._accumulation.lack()
         handover.hand_over(checkpointer.together, decided, self._state)
         self._torn = False
         if best.term >= 0:
@@ -140,8 +142,10 @@ class Worlds:
     def _offer(self) -> Offer:
         """If it is whole, and all of it: other ranks' shards it has not."""
         if self.touched or self._torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
+            self._accumulation.lack()
             return Offer()
-        return Offer(self._run.generation, self._cursors.step, self.checkpointer.term)
+        self._accumulation.offer()
+        return Offer(self._run.generation, self._cursors.step, self._accumulation.done, self.checkpointer.term)
 
     def _inherited(self) -> Offer:
         """What a rank of the last world has left to this one, if it had to."""

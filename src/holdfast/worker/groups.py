@@ -24,6 +24,13 @@ from holdfast import linux
 from holdfast.wire.snapshots import STANDBY, STAYED
 
 SETTLE_S = 0.005
+# What takes all ranks, or another one.
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
+    "new_subgroups", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    "send", "split_group",
+)  # fmt: skip
 
 
 class Made(NamedTuple):
@@ -35,26 +42,48 @@ class Made(NamedTuple):
 
 
 _settled = False  # this rank has what the others have
+_early = ""  # what the program called for all ranks before that
 _wanted: Made | None = None
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 
 
 def install() -> None:
     """Note the connections of all groups from now on."""
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     if (make := getattr(c10d, "_new_process_group_helper", None)) is not None:
         c10d._new_process_group_helper = _noting(make)
+    for name in COLLECTIVES:
+        if (call := getattr(c10d, name, None)) is not None:
+            setattr(c10d, name, _watched(name, call))
+            setattr(dist, name, getattr(c10d, name))
     if os.environ.get(STAYED) or os.environ.get(STANDBY):
         from torch.nn.parallel import DistributedDataParallel
 
         DistributedDataParallel.__init__ = _silent(DistributedDataParallel.__init__)  # type: ignore[method-assign]
     if os.environ.get(STANDBY):
-        import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         dist.init_process_group = c10d.init_process_group = _pretend(c10d.init_process_group)
         register_optimizer_step_pre_hook(_trains_in_vain)
+
+
+def _watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        global _early
+        if not _settled:
+            _early = _early or name
+        return call(*args, **kwargs)
+
+    return called
+
+
+def early() -> str:
+    """What the program has called before `run.attach()`, if anything, that a rank which is new among old ones would be
+    alone in."""
+    return _early
 
 
 def _pretend(init: Callable[..., None]) -> Callable[..., None]:

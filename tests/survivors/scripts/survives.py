@@ -100,6 +100,7 @@ def main() -> nn.Module:
     parser.add_argument("--dropout", action="store_true")
     parser.add_argument("--train", action="store_true", help="by run.train")
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
+    parser.add_argument("--early", action="store_true", help="a collective of its own before run.attach()")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true")
@@ -109,6 +110,8 @@ def main() -> nn.Module:
     kills = Kills(args.kills)
 
     dist.init_process_group("gloo")
+    if args.early:
+        dist.barrier()
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, 32)
     layers: list[nn.Module] = [first, nn.GELU()]

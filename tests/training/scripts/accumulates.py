@@ -33,7 +33,7 @@ class Points(Dataset[Any]):
 
 
 def main() -> None:
-    out, kind, dies = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "dies"
+    out, kind, dies, waits = Path(sys.argv[1]), sys.argv[2], sys.argv[3] != "lives", sys.argv[3] == "waits"
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     norm = nn.BatchNorm1d(16) if kind == "exact" else nn.Identity()  # whose statistics are each rank's own, else
@@ -65,7 +65,8 @@ def main() -> None:
                 dist.barrier()  # all ranks have it
                 if run.rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
-                signal.pause()
+                if waits:  # the others do nothing more in this world
+                    signal.pause()
     if run.rank_zero or kind == "fsdp":
         state = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state_of(model)}
         if run.rank_zero:
