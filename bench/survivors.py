@@ -159,12 +159,13 @@ def train(folder: Path) -> None:
     from bench import small
 
     dist.init_process_group("gloo")
+    dataset = TensorDataset(*small.data())
     model = DistributedDataParallel(small.model())
     optimizer = small.optimizer(model)
     run = package.init(save_epochs=0, health_check_steps=0)
     run.attach(model=model, optimizer=optimizer)
     log = small.Log(folder)
-    for x, y in run.batches(TensorDataset(*small.data()), small.BATCH, epochs=1_000_000):
+    for x, y in run.batches(dataset, small.BATCH, epochs=1_000_000):
         before, generation = run.steps_done, run.generation
         loss: Any = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()

@@ -169,6 +169,7 @@ def test_an_incident_is_on_the_disk_soon(tmp_path: Path, monkeypatch: pytest.Mon
     events.emit(RankExited(0, 0, 1, 0))
     began_s = time.monotonic()
     events.emit(incident())
+    events.sync()
     assert time.monotonic() - began_s < 0.2, "a slow disk holds nobody up"
     events.close()
     assert len(synced) == 2, "and at the end all of it is there"

@@ -144,7 +144,8 @@ class Agent:
         sinks = [*self._sinks]
         if options.event_handler == "console":
             sinks.append(torchelastic.ConsoleSink(options.settings.run_id, options.role, self._stderr.write))
-        self._records = Records(run_dir, sinks, self.say, f"{joining.host(options)}:{os.getpid()}")
+        own = f"{joining.host(options)}:{os.getpid()}"
+        self._records = Records(run_dir, sinks, self.say, own, self._loop.call_soon)
         self._events = self._records.events
         plumbing = Plumbing(self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters)
         redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks, self.say)

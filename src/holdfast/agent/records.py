@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -20,8 +20,16 @@ Say = Callable[..., None]
 
 
 class Records:
-    def __init__(self, run_dir: RunDirectory, sinks: list[Sink], say: Say, host: str = "") -> None:
+    def __init__(
+        self,
+        run_dir: RunDirectory,
+        sinks: list[Sink],
+        say: Say,
+        host: str = "",
+        soon: Callable[[Callable[[], None]], object] = lambda call: call(),
+    ) -> None:
         self.run_dir = run_dir
+        self._soon = soon  # what need not be done before the next world begins
         self.events = EventLog(run_dir.join(record.NAME), sinks, say, host)
         self.incidents: list[Incident] = []  # the closed ones
         self._say = say
@@ -32,14 +40,11 @@ class Records:
         self.events.merge(message.lines, time.monotonic() - self.events.start_s - message.now_s)
 
     def opened(self, incident: Incident) -> None:
-        self._write(incident, IncidentOpened)
-        if incident.restarted:
-            self._say(*explain.opened(incident))
+        self._note(incident, IncidentOpened, explain.opened(incident) if incident.restarted else ())
 
     def closed(self, incident: Incident) -> None:
         self.incidents.append(incident)
-        self._write(incident, IncidentClosed)
-        self._say(*explain.closed(incident))
+        self._note(incident, IncidentClosed, explain.closed(incident))
 
     def conclude(self, kind: Kind | None, reason: str, steps: int) -> Incident | None:
         """Tell how the job went; returns the incident that ended it, if one did."""
@@ -60,8 +65,7 @@ class Records:
             self.run_dir.discard_if_temporary()
         return last
 
-    def _write(self, incident: Incident, kind: type[IncidentNoted]) -> None:
-        """One file per incident, rewritten when what it cost is known."""
+    def _note(self, incident: Incident, kind: type[IncidentNoted], said: Sequence[str]) -> None:
         noted = kind(
             **msgspec.structs.asdict(incident),
             failed_at=iso(time.time() - (time.monotonic() - incident.failed_at_s)),
@@ -69,7 +73,18 @@ class Records:
             cost_s=incident.lost_s,
         )
         self.events.emit(noted)
-        if (path := self.run_dir.join("incidents", f"{incident.number:04}.json")) is not None:
+
+        def tell() -> None:
+            self.events.sync()
+            self._write(noted)
+            if said:
+                self._say(*said)
+
+        self._soon(tell)
+
+    def _write(self, noted: IncidentNoted) -> None:
+        """One file per incident, rewritten when what it cost is known."""
+        if (path := self.run_dir.join("incidents", f"{noted.number:04}.json")) is not None:
             try:
                 with open(path + ".part", "wb") as file:
                     file.write(msgspec.json.format(msgspec.json.encode(noted), indent=2) + b"\n")

@@ -115,6 +115,8 @@ class RunningWorld:
         """Ask for all ranks and the store keeper. They come up side by side: the store's port is open already."""
         world = self.world
         self._cold = isinstance(options.program, messages.Command)
+        if self._stayers:
+            self._keep_store()  # those wait for nothing else
         for local_rank in range(world.local_size):
             to = destinations[local_rank]
             rank = world.first_rank + local_rank
@@ -145,14 +147,20 @@ class RunningWorld:
             self._seat(local_rank, place, [self._report_end.fileno(), self._beacon_fd, asked_end], list(ends.values()))
             os.close(asked_end)
             output.start()
+        # New ranks have more to do before they need it, and its port takes them already.
+        self._keep_store()
+        self._report_end.close()
+
+    def _keep_store(self) -> None:
+        """If that is this node's to do."""
         if self._listener is not None:
-            # The keeper last: ranks have more to do before they need it, and its port takes them already.
+            world = self.world
             self._helpers.request(
                 messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
                 [self._listener.fileno()],
             )
             self._listener.close()
-        self._report_end.close()
+            self._listener = None
 
     def _seat(self, local_rank: int, place: messages.ForkWorker, fds: list[int], streams: list[int]) -> None:
         """Have a process be that rank: one that has stayed, or a new one."""

@@ -1,4 +1,4 @@
-"""Writing the record: each event is one line, written at once; an incident and the end are also synced to the disk."""
+"""Writing the record: each event is one line, written at once, and synced to the disk when that is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.observe import record
-from holdfast.observe.record import IncidentNoted, What
+from holdfast.observe.record import What
 
 SYNC_S = 2.0  # so long a dead disk may hold up the end
 
@@ -76,8 +76,6 @@ class EventLog:
         self._write(line)
         if self.forward is not None:
             self.forward(self._seq, line)
-        if isinstance(what, IncidentNoted):
-            self._sync()
         for sink in list(self._sinks):
             try:
                 sink(Event(name, at_s, told, msgspec.to_builtins(what)))
@@ -121,9 +119,9 @@ class EventLog:
         except OSError as failure:
             self._lose(failure)
 
-    def _sync(self) -> None:
-        """Beside the job: a slow disk must not keep a recovery waiting. One that is under way will not see this line,
-        but the next one will."""
+    def sync(self) -> None:
+        """Beside the job: a slow disk must not keep a recovery waiting. One that is under way will not see what was
+        written since, but the next one will."""
         if self._fd >= 0 and (self._syncing is None or not self._syncing.is_alive()):
             self._syncing = threading.Thread(target=_sync, args=(self._fd,), daemon=True, name="holdfast-sync")
             self._syncing.start()
@@ -138,7 +136,7 @@ class EventLog:
             return
         if self._syncing is not None:
             self._syncing.join(SYNC_S)
-        self._sync()
+        self.sync()
         if self._syncing is not None:
             self._syncing.join(SYNC_S)
             if self._syncing.is_alive():

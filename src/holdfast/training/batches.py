@@ -119,15 +119,15 @@ class _Indices(Sampler[list[Any]]):
         assert self._order is not None
         order, size = self._order, self.cut.batch_size
         waiting: list[Unit] = []
-        found = 0
+        found, enough = 0, 1  # the first batch is not kept waiting for those after it
         for begin in range(self._position, order.size, size):
             done = self._done if begin == self._position else 0
             units = self.cut.units(begin, min(begin + size, order.size), done)
             waiting += units
             found += sum(unit.end - unit.begin for unit in units)
-            if found >= _AT_ONCE:
+            if found >= enough:
                 yield from self._lists(order, waiting)
-                waiting, found = [], 0
+                waiting, found, enough = [], 0, min(4 * found, _AT_ONCE)
         yield from self._lists(order, waiting)
 
     def _lists(self, order: Order, units: list[Unit]) -> Iterator[list[Any]]:

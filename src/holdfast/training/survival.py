@@ -124,12 +124,11 @@ class Survival:
     def stand_by(self) -> None:
         """Until there is a place for this process."""
         warming.warm(self._modules)
-        device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._place.report(messages.StandsBy(_resident_bytes(), torch.cuda.memory_reserved() + 1 if device else 0))
-        place_in_it = self._seat.next_place()
         rebuilding.release(self._modules)
         groups.leave()
-        self._join(place_in_it)
+        device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._place.report(messages.StandsBy(_resident_bytes(), torch.cuda.memory_reserved() + 1 if device else 0))
+        self._join(self._seat.next_place())
 
     @property
     def over(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from holdfast import linux
 from holdfast.wire import messages
+from holdfast.wire.snapshots import STANDBY, STAYED
 from holdfast.worker import errors, groups, place, programs, stacks
 from holdfast.worker.beacon import Beacon, Phase
 from holdfast.worker.phases import Phases
@@ -87,6 +88,8 @@ class Reporter:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        # What a zygote should import beforehand. In a process that joins others it has heard of that.
+        self._learns = place.slot == 0 and not os.environ.get(STAYED) and not os.environ.get(STANDBY)
         self._modules_before = set(sys.modules)
 
     def raised(self, failure: BaseException) -> None:
@@ -112,7 +115,8 @@ class Reporter:
 
     def first_step(self) -> None:
         modules = b""
-        if self._place.slot == 0:
+        if self._learns:
+            self._learns = False
             modules = zlib.compress("\n".join(programs.installed_modules(self._modules_before)).encode(), 1)
         self._place.report(messages.Stepped(self._place.rank, self._place.generation, time.monotonic(), modules))
 

@@ -72,6 +72,7 @@ def strike(how: str) -> None:
         ctypes.string_at(0)
     if word == "deafen":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        tell(deaf=True)
         while True:
             time.sleep(60)
     if word == "leave":
