@@ -1,6 +1,6 @@
 """`make bench`: every benchmark of this machine, one after the other. Those for a GPU are run by themselves."""
 
-from bench import cluster, hangs, joining, order, recovery, snapshots, start, workflows
+from bench import cluster, hangs, inside, joining, order, overhead, recovery, snapshots, start, survivors, workflows
 
 recovery.main()
 print()
@@ -17,3 +17,9 @@ print()
 order.main()
 print()
 workflows.main()
+print()
+survivors.main()
+print()
+inside.main()
+print()
+overhead.main()

@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     incident = IncidentOpened(1, 0, Kind.ERROR, "ValueError: x", "restart 1 of 3", True, traceback="line\n" * 40)
     steps = tuple(range(1000, 1000 + args.ranks))
-    own_s = tuple(0.001 * rank for rank in range(args.ranks))
-    progress = Progress(0, 0, 1064, steps, 0, own_s, own_s, 0.1, (1,) * args.ranks)
+    own_us = tuple(47_111 + 7 * rank for rank in range(args.ranks))
+    progress = Progress(0, 0, 1064, steps, 0, own_us, own_us, 0.1, (1,) * args.ranks)
     rows = []
     for name, what, count in (
         ("a rank's exit", RankExited(0, 1, 4711, -9), 5000),

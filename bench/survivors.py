@@ -105,7 +105,7 @@ def main() -> None:
 
 def measure(name: str, ranks: int, flags: list[str], kills: int, seed: int) -> Measured:
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory() as where, _job(Path(where), ranks, flags) as process:
+    with tempfile.TemporaryDirectory() as where, job(Path(where), ranks, flags) as process:
         lines = Lines(Path(where), ranks)
         if lines.until_beyond(-1, START_S) is None:
             raise SystemExit(f"it did not start:\n{(Path(where) / 'err').read_text()[-2000:]}")
@@ -129,10 +129,11 @@ def measure(name: str, ranks: int, flags: list[str], kills: int, seed: int) -> M
 
 
 @contextlib.contextmanager
-def _job(folder: Path, ranks: int, flags: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def job(folder: Path, ranks: int, flags: list[str], **more_env: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [*holdfast().command, f"--nproc-per-node={ranks}", "--max-restarts=1000000", *flags, str(OWN)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CHECKPOINT_DIR": str(folder / "saved")}
+    env |= more_env
     with open(folder / "err", "wb") as err:
         process = subprocess.Popen([*command, str(folder)], env=env, stdout=subprocess.DEVNULL, stderr=err)
     try:
@@ -162,9 +163,9 @@ def train(folder: Path) -> None:
     dataset = TensorDataset(*small.data())
     model = DistributedDataParallel(small.model())
     optimizer = small.optimizer(model)
-    run = package.init(save_epochs=0, health_check_steps=0)
+    run = package.init(save_epochs=0, health_check_steps=0, stays=os.environ.get("STAYS") != "0")
     run.attach(model=model, optimizer=optimizer)
-    log = small.Log(folder)
+    log, pause_s = small.Log(folder), float(os.environ.get("PAUSE_S", small.PAUSE_S))
     for x, y in run.batches(dataset, small.BATCH, epochs=1_000_000):
         before, generation = run.steps_done, run.generation
         loss: Any = nn.functional.mse_loss(model(x), y)
@@ -176,7 +177,7 @@ def train(folder: Path) -> None:
             run.steps_done > before
         ):  # in that world, even if it is in the next one by now: done here, or by another rank
             log.step(run.rank, generation, run.steps_done)
-        time.sleep(small.PAUSE_S)
+        time.sleep(pause_s)
 
 
 if __name__ == "__main__":

@@ -183,5 +183,5 @@ def test_the_store_keeper_and_then_all_of_its_node_may_die(cluster: MakeCluster)
 
 
 def keeper_of(trio: Cluster, node: int) -> int:
-    [pid] = [pid for pid, title in trio.processes(node).items() if "holdfast store" in title]
+    [pid] = [pid for pid, title in trio.processes(node).items() if title == "holdfast store"]
     return pid

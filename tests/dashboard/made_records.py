@@ -64,11 +64,11 @@ class Made:
     def progress(self, generation: int, nodes: list[str], each: int, at_s: float, step: int, base: int) -> None:
         for at, node in enumerate(nodes):
             pace = tuple(
-                round(0.205 + 0.011 * math.sin(rank + at_s) ** 4, 4) for rank in range(at * each, at * each + each)
+                round(205_000 + 11_000 * math.sin(rank + at_s) ** 4) for rank in range(at * each, at * each + each)
             )
             self.add(
                 record.Progress(
-                    generation, at * each, step, (step - base,) * each, base, pace, tuple(s - 0.02 for s in pace),
+                    generation, at * each, step, (step - base,) * each, base, pace, tuple(us - 20_000 for us in pace),
                     phases=(1,) * each,
                 ),
                 at_s,

@@ -47,8 +47,8 @@ class Told:
                 step=steps,
                 steps=(steps, steps),
                 base=0,
-                step_s=(0.5, 0.25),
-                own_s=(0.125, 0.0625 * (1 + at)),
+                step_us=(500_000, 250_000),
+                own_us=(125_000, 62_500 * (1 + at)),
                 saving_s=saving_s,
                 phases=(1, 1),
             )

@@ -26,7 +26,7 @@ def started(*more: Noted) -> list[Noted]:
 
 
 def test_a_job_that_trains() -> None:
-    progress = record.Progress(0, 0, 50, (50, 50), 0, (0.1, 0.1), (0.05, 0.09), 0.2, (1, 3))
+    progress = record.Progress(0, 0, 50, (50, 50), 0, (100_000, 100_000), (50_000, 90_000), 0.2, (1, 3))
     told = record.Trained(50, "1/2", 0.25, 640.0, 150)
     state = fold(started(noted(8.0, progress), noted(8.1, told)))
     assert (state.run_id, state.program, state.lead, state.phase) == ("job", "train.py", "n1:1", "training")
@@ -67,7 +67,7 @@ def test_other_nodes_add_their_ranks_and_not_their_view_of_incidents() -> None:
         started(
             noted(0.2, record.JobStarted("job", "id2", 2, None, 5, "n2", 0.0), there),
             noted(2.1, record.WorldLaunched(0, 4, 0, first_rank=2, local_size=2), there),
-            noted(9.0, record.Progress(0, 2, 9, (9, 8), step_s=(0.1, 0.1)), there),
+            noted(9.0, record.Progress(0, 2, 9, (9, 8), step_us=(100_000, 100_000)), there),
             noted(9.5, opened, there),
         )
     )

@@ -55,4 +55,4 @@ def test_the_slow_one_is_found_and_told_when_it_is_slow_no_longer(job: Job) -> N
         "the last look sees the last step"
     )
     assert {event["base"] for event in job.events("progress")} == {0}
-    assert all(len(event["own_s"]) == 2 for event in job.events("progress"))
+    assert all(len(event["own_us"]) == 2 for event in job.events("progress"))

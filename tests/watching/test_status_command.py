@@ -64,7 +64,7 @@ def test_an_incident_has_a_cause_someone_to_blame_and_a_cost(
     alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Written(tmp_path).trains().fails(1800).launches(1801, 1).steps(1802, 1)
-    job.progresses(3595, (9, 9), 1, base=20, step_s=(0.5, 0.4))
+    job.progresses(3595, (9, 9), 1, base=20, step_us=(500_000, 400_000))
     code, text = shown(capsys, job)
     assert code == 0
     assert "  step        29, 500 ms each\n" in text
@@ -92,7 +92,7 @@ def test_the_rank_to_blame_has_a_log(alone: Path, tmp_path: Path, capsys: pytest
 
 def test_stragglers_and_spares_are_named(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Written(tmp_path).starts().starts(node="n2:5").launches(5, size=3).steps(8, ranks=(0, 1, 2))
-    job.progresses(3590, (40, 40, 40), step_s=(0.9, 0.9, 0.9), own_s=(0.2, 0.8, 0.2))
+    job.progresses(3590, (40, 40, 40), step_us=(900_000,) * 3, own_us=(200_000, 800_000, 200_000))
     job.note(3591, record.StragglerFound(0, 1, 0.8, 0.2, 9.0, 5))
     code, text = shown(capsys, job)
     assert code == 0
@@ -103,7 +103,7 @@ def test_stragglers_and_spares_are_named(alone: Path, tmp_path: Path, capsys: py
 def test_a_job_without_steps_for_long_does_not_just_train(
     alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Written(tmp_path).starts().launches(5).steps(8).progresses(3000, (40, 40), step_s=(0.25, 0.25))
+    job = Written(tmp_path).starts().launches(5).steps(8).progresses(3000, (40, 40), step_us=(250_000, 250_000))
     assert shown(capsys, job)[1].startswith(
         "train.py, job made: training for 59 min, but no step was seen for 10 min\n"
     )
@@ -238,7 +238,7 @@ def test_nothing_that_a_rank_says_moves_the_cursor(
         program={"path": f"/x{HOSTILE}y.py"}, node=f"{HOSTILE}:7"
     )
     job.starts(node="n2:7").launches(5).steps(8)
-    job.progresses(9, (1, 1), own_s=(0.1, 0.9)).note(10, record.StragglerFound(0, 1, 0.9, 0.1, 9.0, 5))
+    job.progresses(9, (1, 1), own_us=(100_000, 900_000)).note(10, record.StragglerFound(0, 1, 0.9, 0.1, 9.0, 5))
     job.note(11, record.CoordinatorSaid(HOSTILE)).note(12, record.Trained(1, epoch=HOSTILE))
     job.fails(13, headline=HOSTILE, action=HOSTILE, node=HOSTILE, kind=Kind.ERROR)
     for ending in (None, "error"):

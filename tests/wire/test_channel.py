@@ -73,7 +73,7 @@ def is_open(fd: int) -> bool:
         fork_worker(Module("pkg.train")),
         fork_worker(Command(("/bin/echo", "${local_rank}"))),
         fork_worker(Function("/tmp/call")),
-        ForkKeeper(1, "127.0.0.1", 29500, 3),
+        ForkKeeper(1, "127.0.0.1", 29500),
         Retire(),
     ],
     ids=lambda message: type(message).__name__,

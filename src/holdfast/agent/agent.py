@@ -313,9 +313,9 @@ class Agent:
             case messages.NotReady(reason=reason):
                 self._refuse(reason)
             case messages.Forked(token=token, pid=pid) if token < 0 and self._stage is not None:
-                self._stage.standbys.forked(token, pid)
+                self._stage.forked(token, pid)
             case messages.NotForked(token=token) if token < 0 and self._stage is not None:
-                self._stage.standbys.not_forked(token)
+                self._stage.not_forked(token)
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
                     self._started(self._world)
@@ -348,8 +348,11 @@ class Agent:
             self._helpers.request(messages.Park(self._node.hello.local_size + 1 if self._node is not None else 0))
 
     def _park(self) -> None:
-        """Once all ranks train, have the processes of a next world forked: its ranks, and its store keeper."""
+        """Once all ranks train, have the processes of a next world forked: its ranks, and its store keeper. That one
+        gets to work at once, but as a child of the zygote that stays."""
         if self._node is not None and len(self._node.stepped) == self._node.hello.local_size:
+            if self._learned and not self._helpers.grows and self._stage is not None and self._link is not None:
+                self._stage.prepare_store(self._link.addr)
             self._helpers.request(messages.Park(self._node.hello.local_size + 1))
             if self._stage is not None:
                 self._stage.stand_by()
@@ -357,8 +360,7 @@ class Agent:
     def _helpers_lost(self, what: str) -> None:
         self._helpers_ready = False
         if self._stage is not None:
-            self._stage.standbys.clear()
-            self._stage.dying.clear()  # they are gone with it, or will be
+            self._stage.helpers_lost()
         if self._node is None:
             self._refuse(f"{what} before any worker started", elsewhere=True)
         self._advance(acts.HelpersLost(what, self._world.steps() if self._world is not None else None))
@@ -386,11 +388,11 @@ class Agent:
                 self._events.emit(record.RankFirstStep(generation, rank))
                 self._advance(acts.Stepped(rank, generation, at_s))
                 self._watch(rank)
-                self._park()
                 if modules and not self._learned:
                     self._learned = True
                     names = zlib.decompress(modules).decode().split("\n")
                     self._helpers.learn(tuple(filter(None, names)))
+                self._park()
             case messages.Stays(rank=rank, generation=generation):
                 self._advance(acts.Stays(generation, rank))
                 self._watch(rank)

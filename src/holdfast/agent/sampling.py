@@ -83,8 +83,8 @@ class Sampler:
             step=newest,
             base=max((page.base for page in self._pages if page.is_based), default=-1),
             steps=tuple(steps for steps, _, _ in looked),
-            step_s=tuple(each_s for _, each_s, _ in looked),
-            own_s=tuple(own_s for _, _, own_s in looked) if any(own_s for _, _, own_s in looked) else (),
+            step_us=tuple(round(each_s * 1e6) for _, each_s, _ in looked),
+            own_us=tuple(round(own_s * 1e6) for _, _, own_s in looked) if any(own_s for _, _, own_s in looked) else (),
             saving_s=_short(max(page.paces[0] for page in self._pages)),
             phases=tuple(page.phase[0] for page in self._pages),
         )
@@ -103,7 +103,7 @@ class Sampler:
         if found is not None and (self._last is None or _marks(found) != _marks(self._last)):
             self._last = found
             self._events.emit(found)
-            own_s = {found.first_rank + at: each_s for at, each_s in enumerate(found.own_s)}
+            own_s = {found.first_rank + at: each_us / 1e6 for at, each_us in enumerate(found.own_us)}
             if (measured := window(own_s)) is not None:
                 self._on_window(found.generation, measured)
 

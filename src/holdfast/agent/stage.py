@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from holdfast.agent.monitors import Monitors
 from holdfast.agent.options import Options
 from holdfast.agent.records import Records
 from holdfast.agent.standby import Standbys
+from holdfast.agent.stores import Stores
 from holdfast.agent.world import RunningWorld, Stayer
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import World
@@ -57,7 +59,6 @@ class Stage:
         self._plumbing = plumbing
         self._logs = logs
         self._monitors = monitors
-        self._listener = listener  # where this node would keep the next world's store
         self._on_report = on_report
         self._on_dying = on_dying
         self._on_refused = on_refused
@@ -66,7 +67,9 @@ class Stage:
         self._lease_until_s = 0.0
         self._destinations: dict[int, Destination] = {}
         self._stayers: dict[int, Stayer] = {}  # by local rank
-        self.standbys = Standbys(loop, options, helpers, env, plumbing, records.events.emit, on_standby, say)
+        tokens = itertools.count(-1, -1)
+        self._stores = Stores(helpers, tokens, options.master_port, listener)
+        self._standbys = Standbys(loop, options, helpers, env, plumbing, tokens, records.events.emit, on_standby, say)
         self.world: RunningWorld | None = None
         self._will, self._will_of = -1, -1  # the file, and the generation whose rank has left it
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
@@ -79,7 +82,7 @@ class Stage:
                 linux.signal_session(stayer.pid, signal.SIGKILL)
                 self._stayers.pop(local_rank).close()
         for local_rank in range(world.local_size) if world.stayed else ():
-            if local_rank not in self._stayers and (standby := self.standbys.take(local_rank)) is not None:
+            if local_rank not in self._stayers and (standby := self._standbys.take(local_rank)) is not None:
                 self._stayers[local_rank] = standby
         self._records.events.emit(
             WorldLaunched(
@@ -94,12 +97,9 @@ class Stage:
                 stayed=tuple(world.first_rank + local_rank for local_rank in sorted(self._stayers)),
             )
         )
-        listener: socket.socket | None = None
-        if world.group_rank == 0:
-            listener, self._listener = self._listener, None
         self.world = running = RunningWorld(
             world,
-            listener,
+            *(self._stores.take() if world.group_rank == 0 else (None, None)),
             self._loop,
             self._helpers,
             self._oom,
@@ -163,10 +163,11 @@ class Stage:
             self.world.lease(until_s)
 
     def store_port(self, addr: str) -> int:
-        """The port of the store that a next world would have here. Bound ahead, so that it can be told."""
-        if self._listener is None:
-            self._listener = preflight.listen(addr, self._options.master_port)
-        return int(self._listener.getsockname()[1])
+        return self._stores.port(addr)
+
+    def prepare_store(self, addr: str) -> None:
+        """The ranks train: there is time for it."""
+        self._stores.prepare(addr)
 
     def error_file_of(self, rank: int | None, first_rank: int) -> str:
         """Where a rank of the last world left its error, if it was one of this node's."""
@@ -187,11 +188,27 @@ class Stage:
         """The ranks train: there is time to start processes that wait."""
         if self._options.standby and self.world is not None:
             world = self.world.world
-            self.standbys.fill(world, self._threads, self._own_env(world))
+            self._standbys.fill(world, self._threads, self._own_env(world))
+
+    def forked(self, token: int, pid: int) -> None:
+        """One that is of no world yet."""
+        self._stores.forked(token, pid)
+        self._standbys.forked(token, pid)
+
+    def not_forked(self, token: int) -> None:
+        self._stores.not_forked(token)
+        self._standbys.not_forked(token)
+
+    def helpers_lost(self) -> None:
+        """And all of them."""
+        self._stores.clear()
+        self._standbys.clear()
+        self.dying.clear()  # they are gone, or will be
 
     def exited(self, pid: int) -> None:
         """Perhaps one that waited for a place."""
-        self.standbys.exited(pid)
+        self._stores.exited(pid)
+        self._standbys.exited(pid)
         for local_rank, stayer in list(self._stayers.items()):
             if stayer.pid == pid:
                 self._stayers.pop(local_rank).close()
@@ -199,8 +216,7 @@ class Stage:
     def close(self) -> None:
         self._oom.close()
         self._forget_will()
-        self.standbys.clear()
+        self._standbys.clear()
+        self._stores.close()
         for stayer in self._stayers.values():
             stayer.close()
-        if self._listener is not None:
-            self._listener.close()

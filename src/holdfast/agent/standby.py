@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -49,13 +48,14 @@ class Standbys:
         helpers: Zygotes,
         env: Mapping[str, str],
         plumbing: Plumbing,
+        tokens: Iterator[int],
         emit: Callable[[record.Happened], None],
         on_change: Callable[[int], None],
         say: Callable[[str], None],
     ) -> None:
         self._loop, self._options, self._helpers, self._env = loop, options, helpers, env
         self._plumbing, self._emit, self._on_change, self._say = plumbing, emit, on_change, say
-        self._tokens = itertools.count(-1, -1)
+        self._tokens = tokens
         self._all: dict[int, _Standby] = {}  # by token
         self._gave_up = False
         self._decoder: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)

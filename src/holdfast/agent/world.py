@@ -61,6 +61,7 @@ class RunningWorld:
         self,
         world: World,
         listener: socket.socket | None,
+        keeper: int | None,  # who keeps the store there; None: nobody yet
         loop: asyncio.AbstractEventLoop,
         helpers: Zygotes,
         oom: OomWatch,
@@ -94,7 +95,7 @@ class RunningWorld:
         self._raised: dict[int, messages.Raised] = {}
         self._leaving: dict[int, messages.Leaving] = {}
         self._outputs: dict[int, RankOutput] = {}
-        self._pids: dict[int, int] = {}  # by local rank
+        self._pids: dict[int, int] = {} if keeper is None else {KEEPER: keeper}  # by local rank
         self._pending_signal: int | None = None
         self._gone: set[int] = set()
         self._cold = False
@@ -152,13 +153,11 @@ class RunningWorld:
         self._report_end.close()
 
     def _keep_store(self) -> None:
-        """If that is this node's to do."""
+        """If that is this node's to do, and not done yet."""
         if self._listener is not None:
-            world = self.world
-            self._helpers.request(
-                messages.ForkKeeper(self._token(KEEPER), world.master_addr, world.master_port, world.generation),
-                [self._listener.fileno()],
-            )
+            if KEEPER not in self._pids:
+                keeper = messages.ForkKeeper(self._token(KEEPER), self.world.master_addr, self.world.master_port)
+                self._helpers.request(keeper, [self._listener.fileno()])
             self._listener.close()
             self._listener = None
 

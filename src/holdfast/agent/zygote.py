@@ -248,13 +248,15 @@ def _run_worker(request: messages.ForkWorker, fds: list[int]) -> None:
 
 
 def _keep_store(request: messages.ForkKeeper, listener: int) -> None:
-    """Hold one TCPStore for one world until the agent ends this process."""
+    """Hold one TCPStore, for one world, until the agent ends this process."""
     from torch._C._distributed_c10d import TCPStore
 
-    linux.set_title(f"holdfast store of generation {request.generation}")
+    linux.set_title("holdfast next store" if request.waits else "holdfast store")
+    signal.signal(signal.SIGCONT, lambda *_: None)
     store = TCPStore(request.host, request.port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
     while store is not None:
         signal.pause()
+        linux.set_title("holdfast store")  # for people
 
 
 def _count_devices(request: messages.CountDevices, answer_fd: int) -> None:

@@ -112,6 +112,11 @@ class Zygotes:
     def running(self) -> bool:
         return self._janitor is not None
 
+    @property
+    def grows(self) -> bool:
+        """Whether another zygote will soon take the place of the one that is asked now."""
+        return self._growing is not None
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def request(self, message: messages.ToZygote, fds: Sequence[int] = ()) -> None:

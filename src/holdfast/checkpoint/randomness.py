@@ -6,23 +6,52 @@ import ctypes
 import random
 import struct
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 _PYTHON = struct.Struct("<625I")
 
 
-def capture() -> dict[str, Any]:
+class Mark(NamedTuple):
+    """The generators' states as they give them: quick to take, and of no use to another process."""
+
+    python: tuple[Any, ...]
+    torch: Any
+    cuda: Any
+    numpy: Any
+
+
+def mark() -> Mark:
     import torch
 
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": _bytes(torch.get_rng_state()),
-        "python": (version, _PYTHON.pack(*words), gauss),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = _bytes(torch.cuda.get_rng_state())
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        name, keys, position, has_gauss, cached = numpy_random.get_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    numpy_random = sys.modules.get("numpy.random")
+    drawn = numpy_random.get_state() if numpy_random is not None else None
+    return Mark(random.getstate(), torch.get_rng_state(), cuda, drawn)
+
+
+def go_back(to: Mark) -> None:
+    import torch
+
+    random.setstate(to.python)
+    torch.set_rng_state(to.torch)
+    if to.cuda is not None:
+        torch.cuda.set_rng_state(to.cuda)
+    if to.numpy is not None:
+        sys.modules["numpy.random"].set_state(to.numpy)
+
+
+def capture() -> dict[str, Any]:
+    """As plain values."""
+    return told(mark())
+
+
+def told(marked: Mark) -> dict[str, Any]:
+    version, words, gauss = marked.python
+    state: dict[str, Any] = {"torch": _bytes(marked.torch), "python": (version, _PYTHON.pack(*words), gauss)}
+    if marked.cuda is not None:
+        state["cuda"] = _bytes(marked.cuda)
+    if marked.numpy is not None:
+        name, keys, position, has_gauss, cached = marked.numpy
         state["numpy"] = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
     return state
 

@@ -189,8 +189,9 @@ class Progress(Happened, frozen=True):
     step: int  # the newest of any rank, counted over all worlds where its optimizer counts
     steps: tuple[int, ...]  # of each rank, in this world
     base: int = -1  # the steps that the optimizer had done before this world; -1: it does not count
-    step_s: tuple[float, ...] = ()  # what one took each rank lately; 0: it took none
-    own_s: tuple[float, ...] = ()  # of these, what it needed for itself before it could wait for others
+    # Microseconds, as integers: of many ranks, numbers with a point take most of the time to write.
+    step_us: tuple[int, ...] = ()  # what one took each rank lately; 0: it took none
+    own_us: tuple[int, ...] = ()  # of these, what it needed for itself before it could wait for others
     saving_s: float = 0.0  # the most that any rank was held up by saves in this world
     phases: tuple[int, ...] = ()  # of each rank: as `worker.beacon.Phase`
 

@@ -231,11 +231,11 @@ class State(msgspec.Struct):
             if (rank := self._rank(progress.generation, progress.first_rank + at)) is None:
                 continue
             rank.steps = steps
-            rank.step_s = _get(progress.step_s, at) or rank.step_s
-            rank.own_s = _get(progress.own_s, at) or rank.own_s
+            rank.step_s = _get(progress.step_us, at) / 1e6 or rank.step_s
+            rank.own_s = _get(progress.own_us, at) / 1e6 or rank.own_s
             if rank.state in PHASES and at < len(progress.phases):
                 rank.state = PHASES[min(progress.phases[at], len(PHASES) - 1)]
-        taken = [each_s for each_s in progress.step_s if each_s]
+        taken = [each_us / 1e6 for each_us in progress.step_us if each_us]
         if taken and noted.node == self.lead:
             self.step_s = max(taken)
             self.paces = _with(self.paces, Point(noted.at_s, self.step, self.step_s))

@@ -208,7 +208,7 @@ class Survival:
     @property
     def randomness(self) -> dict[str, Any]:
         """As it was after the last step."""
-        return self._mark.randomness if self._mark is not None else {}
+        return randomness.told(self._mark.randomness) if self._mark is not None else {}
 
 
 def _resident_bytes() -> int:
@@ -222,16 +222,15 @@ class Mark:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
-        self.randomness: dict[str, Any] = {}
+        self.randomness = randomness.mark()
 
     def take(self) -> None:
-        self.randomness = randomness.capture()
+        self.randomness = randomness.mark()
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
 
     def put_back(self) -> None:
-        if self.randomness:
-            randomness.put_back(self.randomness)
+        randomness.go_back(self.randomness)
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):
                 buffer.copy_(kept)

@@ -82,7 +82,7 @@ class ForkKeeper(Message, frozen=True):
     token: int
     host: str
     port: int
-    generation: int
+    waits: bool = False  # there is no such world yet; SIGCONT says when there is
 
 
 class CountDevices(Message, frozen=True):
