@@ -36,6 +36,8 @@ FLAGS_OF_OTHERS = {
     "--help": "argparse",
     "--strict": "mypy",
     "--kills": "bench.recovery",
+    "--seconds": "bench.goodput",
+    "--undisturbed": "bench.goodput",
     "--only": "bench.snapshots",
     "--peer-kills": "bench.recovery",
     "--rounds": "bench.snapshots",
