@@ -54,7 +54,7 @@ class Data(torch.utils.data.Dataset):
         ready()
         time.sleep(60)
 def main():
-    next(iter(torch.utils.data.DataLoader(Data(), num_workers=2)))
+    next(iter(torch.utils.data.DataLoader(Data(), num_workers=1)))
 main()
 """
 
@@ -248,7 +248,7 @@ def test_what_came_too_late_for_one_look_is_not_in_the_next(ranks: Ranks) -> Non
 def test_the_worker_of_a_data_loader_is_named(ranks: Ranks, tmp_path: Path) -> None:
     target = ranks.start(LOADS)
     while not (found := take(target, folder=tmp_path / "out")[0]).workers:
-        pass  # it is still starting its other worker
+        pass  # the worker is there, and the rank is not done yet with having started it
     (one,) = stacks.group([found])
     assert one.what in ("user0.py:8 __getitem__ (data loader worker)", "user0.py:9 __getitem__ (data loader worker)")
     assert not one.collective
