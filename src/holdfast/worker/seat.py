@@ -41,8 +41,11 @@ class Seat:
             self._changed.notify_all()
 
     def wait_until_over(self) -> None:
+        """Something that takes all ranks has failed. Where all were asked to leave, others may have done so already,
+        and taken the store with them."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self.over) or self._gone)
+            self._changed.wait_for(lambda: bool(self.over or self.asked) or self._gone)
+            self.over = self.over or self.asked
 
     def leave_at_boundary(self) -> None:
         """All ranks are at it. The others may have been asked before this one was."""
