@@ -20,6 +20,7 @@ def is_alive(line: Line) -> bool:
     return os.path.exists(f"/proc/{line['pid']}")
 
 
+@pytest.mark.long
 def test_a_silent_node_is_lost_and_after_the_cut_its_old_ranks_go_before_it_joins(
     cluster: MakeCluster, net: MakeNet
 ) -> None:

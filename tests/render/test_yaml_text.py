@@ -21,7 +21,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(TEXT, VALUES, min_size=1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_reader_finds_what_was_written(value: dict[str, Any]) -> None:
     assert yaml.safe_load(document(value)) == value
 

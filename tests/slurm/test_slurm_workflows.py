@@ -198,7 +198,7 @@ def test_cancel_while_it_runs_and_while_it_waits(here: Workflows) -> None:
     assert "ends 1" in text and len(begins(text)) == 1
 
 
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_old_answer_of_the_queue_says_nothing_of_a_job_that_came_after_it(here: Workflows, late: int) -> None:
     """As the runner begins, it asks twice: whether its job is there already, and how its jobs are. One of the answers
     comes late; the job that it does not know was taken for lost, and had a second life beside its first."""
@@ -218,6 +218,7 @@ def test_an_old_answer_of_the_queue_says_nothing_of_a_job_that_came_after_it(her
     assert here.status()["tasks"]["master"]["attempt"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hears", [pytest.param("all", marks=pytest.mark.long), "the program first"])
 def test_a_node_goes_down(here: Workflows, hears: str) -> None:
     """Slurm requeues the job by itself; it goes on where it was, elsewhere. It tells all processes on the node to end,

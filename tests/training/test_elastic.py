@@ -11,6 +11,7 @@ from schedules import Training, World
 PRIME = 53
 
 
+@pytest.mark.long
 def test_a_world_that_grows_and_shrinks_and_is_killed(tmp_path: Path) -> None:
     """1 to 4 to 3 to 2 to 1, with samples that divide nothing; each world ends in the middle of an epoch."""
     training = Training(tmp_path)

@@ -350,6 +350,7 @@ def alone(folder: Path, limit: int, signum: int | None) -> tuple[int, int, int, 
     return began, last, process.wait(60), said
 
 
+@pytest.mark.long
 def test_a_signal_ends_a_training_without_a_launcher_with_a_save(tmp_path: Path) -> None:
     at = 0
     for signum in SIGNALS:
