@@ -16,17 +16,17 @@ STEPS, BATCH, SAVE_EVERY = 440, 32, 50  # the batch is the script's
 KILLED_RANK, KILLED_AT_STEP = 1, 215
 BAR_CHARACTERS = 30
 PHASES = {
-    "stop": "end the rank that was left",
+    "stop": "hear of it; the rank that is left leaves the world",
     "wait": "before the new ranks may start",
-    "start": "fork both ranks again",
-    "first step": "connect, take the snapshot, train one step",
+    "start": "fork one rank, and tell the other its place",
+    "first step": "connect, hand over the state, train one step",
 }
 
 
 def main() -> int:
     print("Two ranks train a small language model on the text of this repository, and save a checkpoint")
     print(f"every {SAVE_EVERY} steps. After step {KILLED_AT_STEP} rank {KILLED_RANK} is killed with kill -9. Watch")
-    print("the job go on from a newer snapshot, which the ranks have left in memory.\n", flush=True)
+    print("the other one stay, and hand what it has in memory to the process that takes the place.\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="holdfast_demo_") as folder:
         logs = Path(folder, "logs")
         command = [sys.executable, "-m", "holdfast", "run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]

@@ -123,7 +123,8 @@ def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: 
         check(job, undisturbed(flag, nproc=2), {1}, nproc=2)
 
 
-@pytest.mark.parametrize("at", [pytest.param("forward", marks=pytest.mark.long), "backward"])
+@pytest.mark.long
+@pytest.mark.parametrize("at", ["forward", "backward"])
 def test_exact_to_the_bit(job: Job, undisturbed: Any, at: str) -> None:
     kills = [{"rank": 1, "step": 11, "at": at}, {"rank": 0, "step": 19, "at": at}]
     assert run(job, kills, "--exact", "--dropout") == 0, job.err
