@@ -7,6 +7,7 @@ alone to its first one in the larger world, and back. CPU, gloo; the script is t
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import socket
@@ -72,12 +73,13 @@ def measure(folder: Path, times: int) -> tuple[list[float], list[float]]:
 
 
 def _until_beyond(lines: survivors.Lines, generation: int) -> float:
-    """How long rank 0 did no step, in ms."""
+    """How long rank 0 did no step, in ms. The last of a world is noted when the rank is in the next one."""
     if lines.until_beyond(generation, BACK_S) is None:
         raise SystemExit(f"no step in a later world than {generation} within {BACK_S:g} s")
     before = [step for step in lines.steps[0] if step.generation <= generation]
     after = next(step for step in lines.steps[0] if step.generation > generation)
-    return (after.at_ns - before[-1].at_ns) / 1e6 if before else 0.0
+    times_ns = [step.at_ns for step in (*before[-2:], after)]
+    return max((late - early for early, late in itertools.pairwise(times_ns)), default=0) / 1e6
 
 
 def _agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:

@@ -37,6 +37,7 @@ FLAGS_OF_OTHERS = {
     "--strict": "mypy",
     "--kills": "bench.recovery",
     "--seconds": "bench.goodput",
+    "--times": "bench.scaling",
     "--undisturbed": "bench.goodput",
     "--only": "bench.snapshots",
     "--peer-kills": "bench.recovery",
