@@ -69,7 +69,7 @@ class Made:
             self.add(
                 record.Progress(
                     generation, at * each, step, (step - base,) * each, base, pace, tuple(us - 20_000 for us in pace),
-                    phases=(1,) * each,
+                    phases="1" * each,
                 ),
                 at_s,
                 node,

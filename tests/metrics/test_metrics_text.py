@@ -129,7 +129,7 @@ def test_progress_is_a_step_and_not_a_look() -> None:
     """A hung job is looked at, too: its ranks go from training to saving, say, without a step."""
     told = Told("r", BEGAN_S)
     before = values(told.state)["holdfast_last_progress_timestamp_seconds"]
-    told.note(40.0, record.Progress(0, 0, 50, (50, 50), 0, (0, 0), (), 0.25, (3, 3)))
+    told.note(40.0, record.Progress(0, 0, 50, (50, 50), 0, (0, 0), (), 0.25, "33"))
     assert values(told.state)["holdfast_last_progress_timestamp_seconds"] == before
     assert values(told.state)['holdfast_ranks{state="saving"}'] == "2"
     told.progress(41.0, 0, 51)
@@ -204,7 +204,7 @@ def test_a_record_in_a_file_is_told_as_well(tmp_path: Path) -> None:
     lines = [
         record.JobStarted("r", "n1", 1, {"path": "train.py"}, 7, clock_s=CLOCK_S),
         record.WorldLaunched(0, 1, 0, local_size=1),
-        record.Progress(0, 0, 5, (5,), 0, (500_000,), (250_000,), 0.0, (1,)),
+        record.Progress(0, 0, 5, (5,), 0, (500_000,), (250_000,), 0.0, "1"),
     ]
     with open(tmp_path / record.NAME, "wb") as file:
         for seq, what in enumerate(lines):

@@ -119,7 +119,7 @@ def test_it_has_what_we_said(server: Prometheus) -> None:
 def test_the_page_of_a_job_is_scraped_as_it_is_written(live: Live, server: Prometheus) -> None:
     mine = f'{{run_id="live", instance="{live.address}"}}'
     server.becomes(f"holdfast_world_size{mine}", 1.0)
-    live.events.emit(record.Progress(0, 0, 7, (7,), 0, (500_000,), (250_000,), 0.0, (1,)))
+    live.events.emit(record.Progress(0, 0, 7, (7,), 0, (500_000,), (250_000,), 0.0, "1"))
     server.becomes(f"holdfast_step{mine}", 7.0)
     server.becomes(f"holdfast_rank_own_duration_seconds{mine}", 0.25)
     server.becomes(f"time() - holdfast_last_progress_timestamp_seconds{mine} < bool 60", 1.0)

@@ -50,7 +50,7 @@ class Told:
                 step_us=(500_000, 250_000),
                 own_us=(125_000, 62_500 * (1 + at)),
                 saving_s=saving_s,
-                phases=(1, 1),
+                phases="11",
             )
             self.note(at_s, progress, node)
 

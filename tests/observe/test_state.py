@@ -26,7 +26,7 @@ def started(*more: Noted) -> list[Noted]:
 
 
 def test_a_job_that_trains() -> None:
-    progress = record.Progress(0, 0, 50, (50, 50), 0, (100_000, 100_000), (50_000, 90_000), 0.2, (1, 3))
+    progress = record.Progress(0, 0, 50, (50, 50), 0, (100_000, 100_000), (50_000, 90_000), 0.2, "13")
     told = record.Trained(50, "1/2", 0.25, 640.0, 150)
     state = fold(started(noted(8.0, progress), noted(8.1, told)))
     assert (state.run_id, state.program, state.lead, state.phase) == ("job", "train.py", "n1:1", "training")
@@ -36,6 +36,14 @@ def test_a_job_that_trains() -> None:
         (101, "saving", 50, 0.09),
     ]
     assert state.world is not None and (state.world.launched_s, state.world.stepped_s) == (2.0, 3.1)
+
+
+def test_one_number_is_that_of_all_and_phases_nobody_knows_change_nothing() -> None:
+    state = fold(started(noted(8.0, record.Progress(0, 0, 50, (50,), step_us=(100_000,), phases="3x"))))
+    assert [(rank.steps, rank.step_s, rank.state) for rank in state.ranks.values()] == [
+        (50, 0.1, "saving"),
+        (50, 0.1, "training"),
+    ]
 
 
 def test_a_rank_that_is_killed_and_comes_back() -> None:

@@ -75,7 +75,7 @@ class Written:
     def trains(self, step: int = 40) -> Written:
         """Two ranks, for an hour, until ten seconds ago."""
         self.starts().launches(5).steps(8)
-        return self.progresses(3590, (step, step), step_us=(250_000, 250_000), own_us=(100_000, 100_000), phases=(1, 1))
+        return self.progresses(3590, (step, step), step_us=(250_000, 250_000), own_us=(100_000, 100_000), phases="11")
 
     def fails(
         self, at_s: float, number: int = 1, generation: int = 0, back_s: float | None = 2.0, **more: Any
@@ -124,7 +124,7 @@ def large(log_dir: Path, nodes: int = 125, per_node: int = 8, incidents: int = 2
             job.note(2_010, record.RankFirstStep(incidents, rank), name)
         steps = tuple(50_000 for _ in range(per_node))
         own_us = tuple(100_000 + 1_000 * (each % 3) for each in range(per_node))
-        pace = {"step_us": (250_000,) * per_node, "own_us": own_us, "phases": (1,) * per_node}
+        pace = {"step_us": (250_000,) * per_node, "own_us": own_us, "phases": "1" * per_node}
         job.note(3_580, record.Progress(incidents, first, 50_000, steps, 0, **pace), name)  # type: ignore[arg-type]
     job.note(3_585, record.StragglerFound(incidents, 611, 0.4, 0.1, 9.0, 5))
     job.note(3_586, record.RankHung(incidents, 700, "no step for 60 s", 60.0))

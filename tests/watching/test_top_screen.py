@@ -46,10 +46,10 @@ def texts(job: Written, columns: int = 80, lines: int = 24) -> list[str]:
 
 def test_a_small_job_fits_with_all_there_is(alone: Path, tmp_path: Path) -> None:
     job = Written(tmp_path).starts().launches(5).note(6, record.WorldStarted(0, {0: 4711, 1: 4712})).steps(8)
-    job.progresses(
-        3590, (40, 41), base=100, step_us=(250_000, 250_000), own_us=(100_000, 100_000), phases=(1, 3)
-    ).fails(1800)
-    job.launches(1801, 1).steps(1802, 1).progresses(3595, (40, 41), 1, 100, step_us=(250_000, 250_000), phases=(1, 3))
+    job.progresses(3590, (40, 41), base=100, step_us=(250_000, 250_000), own_us=(100_000, 100_000), phases="13").fails(
+        1800
+    )
+    job.launches(1801, 1).steps(1802, 1).progresses(3595, (40, 41), 1, 100, step_us=(250_000, 250_000), phases="13")
     shown = texts(job, 120)
     assert shown[0].startswith("holdfast top   train.py   job made   training   60 min ")
     assert shown[0].endswith("  q quits ")

@@ -14,6 +14,7 @@ from holdfast.observe.record import Progress
 FIRST_S = 1.0  # between two looks, at first
 LAST_S = 10.0  # when it has trained for a while
 PART = 0.1  # of the time since the first step, in between
+TOGETHER = 0.01  # step times no further apart than that are one
 
 
 class _Rank:
@@ -82,11 +83,11 @@ class Sampler:
             first_rank=self._first_rank,
             step=newest,
             base=max((page.base for page in self._pages if page.is_based), default=-1),
-            steps=tuple(steps for steps, _, _ in looked),
-            step_us=tuple(round(each_s * 1e6) for _, each_s, _ in looked),
+            steps=_together(tuple(steps for steps, _, _ in looked), 0),
+            step_us=_together(tuple(round(each_s * 1e6) for _, each_s, _ in looked), TOGETHER),
             own_us=tuple(round(own_s * 1e6) for _, _, own_s in looked) if any(own_s for _, _, own_s in looked) else (),
             saving_s=_short(max(page.paces[0] for page in self._pages)),
-            phases=tuple(page.phase[0] for page in self._pages),
+            phases="".join(str(min(9, page.phase[0])) for page in self._pages),
         )
 
     def _sleep(self) -> None:
@@ -110,6 +111,12 @@ class Sampler:
 
 def _marks(progress: Progress) -> object:
     return progress.steps, progress.phases, progress.saving_s
+
+
+def _together(each: tuple[int, ...], apart: float) -> tuple[int, ...]:
+    """One number for ranks that step together, as nearly all do: it halves the line."""
+    most = max(each)
+    return (most,) if most - min(each) <= most * apart else each
 
 
 def _short(seconds: float) -> float:

@@ -181,7 +181,8 @@ class TimeoutsLearned(Happened, frozen=True):
 
 
 class Progress(Happened, frozen=True):
-    """How far the ranks of one node are, every few seconds. Of those that cannot be seen nothing is said."""
+    """How far the ranks of one node are, every few seconds. Of those that cannot be seen nothing is said. Steps and
+    their times are a number for each rank, or one that is that of all."""
 
     NAME: ClassVar[str] = "progress"
     generation: int
@@ -193,7 +194,7 @@ class Progress(Happened, frozen=True):
     step_us: tuple[int, ...] = ()  # what one took each rank lately; 0: it took none
     own_us: tuple[int, ...] = ()  # of these, what it needed for itself before it could wait for others
     saving_s: float = 0.0  # the most that any rank was held up by saves in this world
-    phases: tuple[int, ...] = ()  # of each rank: as `worker.beacon.Phase`
+    phases: str = ""  # a digit for each rank: `worker.beacon.Phase`
 
 
 class Trained(Happened, frozen=True):

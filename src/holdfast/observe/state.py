@@ -11,6 +11,7 @@ from holdfast.observe import record
 from holdfast.observe.record import Noted
 
 PHASES = ("starting", "training", "evaluating", "saving", "ending")
+DIGITS = {str(digit): phase for digit, phase in enumerate(PHASES)}
 MAX_POINTS = 2_000  # of a curve; a longer one loses every second point
 
 
@@ -227,14 +228,14 @@ class State(msgspec.Struct):
         world.steps = max(world.steps, *progress.steps, 0)
         self._world_saving_s = max(self._world_saving_s, progress.saving_s)
         self.step = max(0, world.base) + world.steps
-        for at, steps in enumerate(progress.steps):
+        for at in range(max(len(progress.steps), len(progress.phases))):
             if (rank := self._rank(progress.generation, progress.first_rank + at)) is None:
                 continue
-            rank.steps = steps
+            rank.steps = _get(progress.steps, at)
             rank.step_s = _get(progress.step_us, at) / 1e6 or rank.step_s
             rank.own_s = _get(progress.own_us, at) / 1e6 or rank.own_s
-            if rank.state in PHASES and at < len(progress.phases):
-                rank.state = PHASES[min(progress.phases[at], len(PHASES) - 1)]
+            if rank.state in PHASES:
+                rank.state = DIGITS.get(progress.phases[at : at + 1], rank.state)
         taken = [each_us / 1e6 for each_us in progress.step_us if each_us]
         if taken and noted.node == self.lead:
             self.step_s = max(taken)
@@ -279,8 +280,10 @@ def _with(points: list[Point], point: Point) -> list[Point]:
     return [*points, point] if len(points) < MAX_POINTS else [*points[::2], point]
 
 
-def _get(values: tuple[float, ...], at: int) -> float:
-    return values[at] if at < len(values) else 0.0
+def _get(values: tuple[int, ...], at: int) -> int:
+    if len(values) == 1:
+        return values[0]  # of all
+    return values[at] if at < len(values) else 0
 
 
 def _name(program: object) -> str:
