@@ -103,16 +103,18 @@ def main() -> None:
     print(table(["ranks", "the new process", "kills", "median", "90 %", "worst", "steps lost", "asked", ""], rows))
 
 
-def measure(name: str, ranks: int, flags: list[str], kills: int, seed: int) -> Measured:
+def measure(
+    name: str, ranks: int, flags: list[str], kills: int, seed: int, script: Path = OWN, pause_s: float = 0.0
+) -> Measured:
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory() as where, job(Path(where), ranks, flags) as process:
+    with tempfile.TemporaryDirectory() as where, job(Path(where), ranks, flags, script) as process:
         lines = Lines(Path(where), ranks)
         if lines.until_beyond(-1, START_S) is None:
-            raise SystemExit(f"it did not start:\n{(Path(where) / 'err').read_text()[-2000:]}")
+            raise SystemExit(f"it did not start:\n{(Path(where) / 'err').read_text()[-4000:]}")
         times, lost, failed = [], 0, 0
         time.sleep(3.0)  # the zygote learns, and standbys come up
         for _ in range(kills):
-            time.sleep(0.3 + 0.5 * chance.random())
+            time.sleep(pause_s + 0.3 + 0.5 * chance.random())
             lines.read()
             rank = chance.randrange(ranks)
             last = lines.steps[rank][-1]
@@ -121,6 +123,7 @@ def measure(name: str, ranks: int, flags: list[str], kills: int, seed: int) -> M
             firsts = lines.until_beyond(last.generation, BACK_S)
             if firsts is None or process.poll() is not None:
                 failed += 1
+                print((Path(where) / "err").read_text()[-4000:], file=sys.stderr)
                 break
             times.append((max(first.at_ns for first in firsts) - began_ns) / 1e6)
             done = max(step.step for steps in lines.steps for step in steps if step.generation <= last.generation)
@@ -129,8 +132,10 @@ def measure(name: str, ranks: int, flags: list[str], kills: int, seed: int) -> M
 
 
 @contextlib.contextmanager
-def job(folder: Path, ranks: int, flags: list[str], **more_env: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [*holdfast().command, f"--nproc-per-node={ranks}", "--max-restarts=1000000", *flags, str(OWN)]
+def job(
+    folder: Path, ranks: int, flags: list[str], script: Path = OWN, **more_env: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*holdfast().command, f"--nproc-per-node={ranks}", "--max-restarts=1000000", *flags, str(script)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CHECKPOINT_DIR": str(folder / "saved")}
     env |= more_env
@@ -173,9 +178,7 @@ def train(folder: Path) -> None:
         loss.backward()
         optimizer.step()
         run.step(loss=loss)
-        if (
-            run.steps_done > before
-        ):  # in that world, even if it is in the next one by now: done here, or by another rank
+        if run.steps_done > before:  # in that world, even if it is in the next one by now: by this rank, or by another
             log.step(run.rank, generation, run.steps_done)
         time.sleep(pause_s)
 

@@ -71,6 +71,7 @@ class Stage:
         self._stores = Stores(helpers, tokens, options.master_port, listener)
         self._standbys = Standbys(loop, options, helpers, env, plumbing, tokens, records.events.emit, on_standby, say)
         self.world: RunningWorld | None = None
+        self._beside = False  # new ranks need not wait for those that die
         self._will, self._will_of = -1, -1  # the file, and the generation whose rank has left it
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
 
@@ -122,7 +123,7 @@ class Stage:
         folder = filtered or self._records.run_dir.join(f"attempt_{running.world.generation}") or ""
         running.launch(
             self._options, self._env, destinations, self._plumbing, folder, self._threads,
-            self._own_env(running.world), tuple(self.dying),
+            self._own_env(running.world), () if self._beside else tuple(self.dying),
         )  # fmt: skip
         if running.is_up():
             self._loop.call_soon(self._on_up, running)
@@ -180,6 +181,7 @@ class Stage:
             self._monitors.end()
             if self._will_of != self.world.world.generation:
                 self._forget_will()  # the world that could have had it is over
+            self._beside = self.world.beside
             self._stayers |= self.world.close(free_port=bool(self._options.master_port))
             self._plumbing.end_world()
             self.world = None

@@ -100,6 +100,7 @@ class RunningWorld:
         self._gone: set[int] = set()
         self._cold = False
         self.keeper_gone = False
+        self._beside: list[bool] = []
         self.all_forked = asyncio.Event()
 
     def launch(
@@ -184,6 +185,11 @@ class RunningWorld:
                 self._seats[rank - self.world.first_rank].send(
                     messages.Leave(self.world.generation, why, boundary, self.steps() or 0)
                 )
+
+    @property
+    def beside(self) -> bool:
+        """Whether those of the next world need not wait until those of this one are gone."""
+        return bool(self._beside) and all(self._beside)
 
     def left(self, rank: int) -> tuple[int | None, int]:
         """A rank has; the steps it had done, and those of its optimizer before."""
@@ -356,6 +362,8 @@ class RunningWorld:
                     self._raised.setdefault(report.rank, report)
                 if isinstance(report, messages.Stays) and report.as_it_is:
                     self._as_they_are.add(report.rank - self.world.first_rank)
+                if isinstance(report, messages.Left):
+                    self._beside.append(report.beside)
                 if isinstance(report, messages.Leaving):
                     self._leaving.setdefault(report.rank, report)
                 self._on_report(report)

@@ -66,6 +66,7 @@ def _optimizer(placing: Placing, name: str, optimizer: torch.optim.Optimizer, no
     _, present = tree.flatten(optimizer.state_dict(), tree.part(name))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     made: dict[str, torch.Tensor] = {}
+    counts_there = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for key in tree.tensor_keys(node):
         tensor, described = present.get(key), _described(key, source)
         if tensor is not None and (tensor.dtype, tensor.shape) == described:
@@ -78,7 +79,7 @@ def _optimizer(placing: Placing, name: str, optimizer: torch.optim.Optimizer, no
         if described is None:
             placing.lacking.append(key)
             continue
-        made[key] = placing.targets[key] = _like(parameter, *described)
+        made[key] = placing.targets[key] = _like(parameter, *described, counts_there)
     placing.finish.append(lambda: _load(name, optimizer, tree.unflatten(node, made)))
 
 
@@ -88,10 +89,14 @@ def _parameter_of(parts: list[str], parameters: list[torch.Tensor]) -> torch.Ten
     return None
 
 
-def _like(parameter: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _like(
+    parameter: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], counts_there: bool
+) -> torch.Tensor:
+    """`counts_there`: also its steps are counted where the parameter is."""
     if parameter is not None and tuple(parameter.shape) == shape and shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
-    return torch.empty(shape, dtype=dtype)
+    there = parameter.device if parameter is not None and counts_there and not shape else None
+    return torch.empty(shape, dtype=dtype, device=there)
 
 
 def _stateful(placing: Placing, name: str, value: Any, node: Any, source: Source) -> None:

@@ -13,6 +13,7 @@ from holdfast.checkpoint import boxes, contents
 from holdfast.checkpoint.placing import prepare
 from holdfast.checkpoint.sources import Source
 from holdfast.checkpoint.together import Together
+from holdfast.training import direct
 
 CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 16
@@ -27,30 +28,40 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     term: int = -1  # of checkpoints
 
 
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    offer: Offer
+    machine: str  # whose GPU it uses, if it does
+
+
 class Decided(msgspec.Struct, frozen=True, array_like=True):
     """Who gives it, and who lacks it."""
 
     source: int
     best: Offer
     lack: tuple[int, ...]
+    near: bool = False  # all these can open the memory of each other's GPUs
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
     nodes: Any
     tensors: list[tuple[str, str, tuple[int, ...]]]
+    given: direct.Given | None = None  # where those of them are that need not be sent
 
 
 def agree(together: Together, mine: Offer) -> Decided | None:
     """None: no rank has anything."""
 
     def decide(said: list[bytes]) -> bytes:
-        offers = [msgspec.json.decode(one, type=Offer) for one in said]
+        ranks = [msgspec.json.decode(one, type=Said) for one in said]
+        offers = [each.offer for each in ranks]
         best = max(offers, key=lambda offer: (offer.generation, offer.step, offer.done))
         source = offers.index(best)
         lack = tuple(rank for rank, offer in enumerate(offers) if offer != best)
-        return msgspec.json.encode(Decided(source, best, lack))
+        machines = {ranks[rank].machine for rank in (source, *lack)}
+        return msgspec.json.encode(Decided(source, best, lack, near=len(machines) == 1 and "" not in machines))
 
-    decided = msgspec.json.decode(together.agree(msgspec.json.encode(mine), decide), type=Decided)
+    said = msgspec.json.encode(Said(mine, direct.machine()))
+    decided = msgspec.json.decode(together.agree(said, decide), type=Decided)
     return decided if decided.best.step >= 0 else None
 
 
@@ -64,13 +75,18 @@ def hand_over(together: Together, decided: Decided, state: Mapping[str, Any]) ->
     if gives:
         found = contents.collect(state)
         tensors = {key: tensor.detach() for key, tensor in found.tensors.items()}
-        told = msgspec.json.encode(described(found))
+        told = msgspec.json.encode(described(found, direct.give(tensors) if decided.near else None))
     told = together.agree(told, lambda said: said[decided.source])
     theirs = msgspec.json.decode(told, type=Described)
     finish = []
     if takes:
         placing = prepare(state, Peer(decided.best.step, theirs))
         tensors, finish = {key: tensor.detach() for key, tensor in placing.targets.items()}, placing.finish
+    if theirs.given is not None:
+        taken = not takes or direct.take(theirs.given, tensors)
+        if together.agree(b"1" if taken else b"0", min) == b"1":
+            rest = [each for each in theirs.tensors if each[0] not in theirs.given.pieces]
+            theirs = msgspec.structs.replace(theirs, tensors=rest)
     _broadcast(decided.source, theirs, tensors, gives, takes)
     for each in finish:
         each()
@@ -137,6 +153,6 @@ def view(buffer: torch.Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ..
     return buffer[at : at + count * dtype.itemsize].view(dtype).view(shape)
 
 
-def described(found: contents.Contents) -> Described:
+def described(found: contents.Contents, given: direct.Given | None = None) -> Described:
     tensors = [(key, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for key, each in found.tensors.items()]
-    return Described(found.nodes, tensors)
+    return Described(found.nodes, tensors, given)

@@ -22,6 +22,7 @@ from torch import nn
 from holdfast import linux
 from holdfast.checkpoint import randomness, together
 from holdfast.training import health, rebuilding, warming
+from holdfast.training.beside import Beside
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
 from holdfast.worker import errors, groups, place
@@ -55,17 +56,19 @@ def begin(state: Collection[Any], hooks: Hooks) -> Survival | None:
         if here.rank == 0:
             say(f"ranks do not outlive their worlds: {why}")
         return None
-    _active = Survival(here, here.seat, modules, hooks)
+    _active = Survival(here, here.seat, state, hooks)
     return _active
 
 
 class Survival:
-    def __init__(self, here: Place, seat: Seat, modules: list[nn.Module], hooks: Hooks) -> None:
-        self._place, self._seat, self._modules = here, seat, modules
+    def __init__(self, here: Place, seat: Seat, state: Collection[Any], hooks: Hooks) -> None:
+        modules = [value for value in state if isinstance(value, nn.Module)]
+        self._place, self._seat, self._state, self._modules = here, seat, state, modules
         self.hooks = hooks
         self._made = groups.made()
         self.doomed = False  # the step that is being done cannot be completed
         self._mark: Mark | None = None
+        self._beside = Beside()
         self.bequeath: Callable[[], int | None] = lambda: None
         self._main = time.pthread_getcpuclockid(threading.get_ident())
         self._worked_s = 0.0
@@ -123,7 +126,7 @@ class Survival:
 
     def stand_by(self) -> None:
         """Until there is a place for this process."""
-        warming.warm(self._modules)
+        warming.warm(self._modules, self._state)
         rebuilding.release(self._modules)
         groups.leave()
         device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -169,7 +172,7 @@ class Survival:
             raise SystemExit(1)
         here = self._place
         self._seat.left()
-        here.report(messages.Left(here.rank, here.generation, time.monotonic()))
+        here.report(messages.Left(here.rank, here.generation, time.monotonic(), self._beside.possible))
         rebuilding.release(self._modules)  # while the next world is being formed
         groups.leave()
 
@@ -191,6 +194,7 @@ class Survival:
         assert self._made is not None
         groups.join(self._made)
         rebuilding.renew(self._modules)
+        self._beside.begin_world()
         self.doomed = False
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -200,6 +204,7 @@ class Survival:
         if self._mark is None:
             self._mark = Mark(self._modules)
         self._mark.take()
+        self._beside.step()
 
     def undo(self) -> None:
         if self._mark is not None:

@@ -3,7 +3,9 @@ that are made. One that stands by does it while nobody waits for it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,24 +14,31 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.checkpoint import randomness
 from holdfast.data import fingerprint
 from holdfast.data.order import Order
+from holdfast.worker import kernels
 
 
-def warm(modules: Iterable[nn.Module]) -> None:
+def warm(modules: Iterable[nn.Module], others: Iterable[Any]) -> None:
     """On the devices and in the precisions of these. Random generators are left as they were."""
     before = randomness.capture()
     kinds = {(p.device, p.dtype) for module in modules for p in module.parameters() if p.dtype.is_floating_point}
     for device, dtype in sorted(kinds, key=str):
-        weight = torch.ones(8, 8, device=device, dtype=dtype, requires_grad=True)
-        loss = nn.functional.mse_loss(nn.functional.gelu(weight @ weight), weight.detach())
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert weight.grad is not None
-        moved = [weight.detach()]
-        torch._foreach_lerp_(moved, [weight.grad], 0.1)
-        torch._foreach_sqrt(moved)
-        loss.item()
+        kernels.compute(device, dtype)
+    for optimizer in others:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _reserve(optimizer)
     data = TensorDataset(torch.ones(8, 8), torch.ones(8))
     fingerprint.of(data)
     Order(8, 0, 0, True).pick(torch.arange(8))
     for _ in DataLoader(data, batch_size=4):
         pass
     randomness.put_back(before)
+
+
+def _reserve(optimizer: torch.optim.Optimizer) -> None:
+    """Memory of a GPU for gradients and what an optimizer keeps of each parameter, so that it need not be asked for
+    later. It goes back to torch, which has it then."""
+    for group in optimizer.param_groups:
+        kept = 2 if "betas" in group else 1 if group.get("momentum") else 0
+        there = [each for each in group["params"] if each.is_cuda and each.requires_grad]
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            _ = [torch.empty_like(each) for each in there for _ in range(1 + kept)]

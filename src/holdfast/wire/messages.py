@@ -271,11 +271,13 @@ class Stumbled(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """A rank has left its world, and takes no step until it has a place in another."""
+    """A rank has left its world, and takes no step until it has a place in another. `beside`: another one like it can
+    start while this one is there."""
 
     rank: int
     generation: int
     at_s: float
+    beside: bool = False
 
 
 class Bequeathed(Message, frozen=True):

@@ -52,6 +52,8 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     reporter = Reporter(here)
     Phases(here.beacon, reporter.first_step).install()
     groups.install()
+    if os.environ.get(STAYED) and not os.environ.get(STANDBY):  # others wait for this one
+        importlib.import_module("holdfast.worker.kernels").load_with_first_parameter()
     here.beacon.enter(Phase.STARTING)  # the agent may not have known yet that there is somebody to watch
     if here.beacon.has_lease:
         _keep_to_lease(here.beacon)
