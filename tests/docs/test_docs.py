@@ -36,6 +36,7 @@ FLAGS_OF_OTHERS = {
     "--help": "argparse",
     "--strict": "mypy",
     "--kills": "bench.recovery",
+    "--pause": "bench.survivors_gpu",
     "--seconds": "bench.goodput",
     "--times": "bench.scaling",
     "--undisturbed": "bench.goodput",
