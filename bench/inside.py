@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +29,10 @@ LIGHTHOUSE = ("--min_replicas=1", "--join_timeout_ms=100", "--quorum_tick_ms=10"
 
 
 class Times(NamedTuple):
-    survivors_ms: list[float]
-    all_ms: list[float]
+    """Of kills; None: they did not come to a step again in a minute."""
+
+    survivors_ms: list[float | None]
+    all_ms: list[float | None]
 
 
 def main() -> None:
@@ -44,13 +46,13 @@ def main() -> None:
     print(f"{versions()}\n`{' '.join(['python -m bench.inside', *sys.argv[1:]])}`\n", flush=True)
     rows = []
     for name, flags in (("holdfast", []), ("holdfast, standby", [f"--standby={args.ranks}"])):
-        times = measure(name, args.ranks, flags, args.kills, args.seed).times_ms
+        measured = measure(name, args.ranks, flags, args.kills, args.seed)
+        times: list[float | None] = [*measured.times_ms, *[None] * measured.failed]
         rows.append(_row(name, args.ranks, Times(times, times)))
     rows.append(_row("torchft", args.ranks, torchft(args.ranks, args.kills, args.seed)))
     rows.append(_row("NVRx in-process", args.ranks, nvrx(args.ranks, args.kills, args.seed)))
-    print(
-        table(["", "ranks", "kills", "survivors: median", "90 %", "worst", "all ranks: median", "90 %", "worst"], rows)
-    )
+    figures = ["median", "90 %", "worst", "never"]
+    print(table(["", "ranks", "kills", *(f"{who}: {what}" for who in ("survivors", "all") for what in figures)], rows))
 
 
 def _row(name: str, ranks: int, times: Times) -> list[str]:
@@ -59,44 +61,55 @@ def _row(name: str, ranks: int, times: Times) -> list[str]:
     return row
 
 
-def _figures(times_ms: list[float]) -> list[str]:
-    if not times_ms:
-        return ["never"] * 3
-    ordered = sorted(times_ms)
+def _figures(times_ms: list[float | None]) -> list[str]:
+    ordered = sorted(ms for ms in times_ms if ms is not None)
+    never = str(len(times_ms) - len(ordered))
+    if not ordered:
+        return [*["-"] * 3, never]
     picked = (statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1])
-    return [f"{ms:.0f} ms" for ms in picked]
+    return [*(f"{ms:.0f} ms" for ms in picked), never]
 
 
 # -- peers ------------------------------------------------------------------------------------------------------------
 
 
 def torchft(ranks: int, kills: int, seed: int) -> Times:
+    """A job that does not come back is given up, and another one takes its place."""
     chance, times = random.Random(seed), Times([], [])
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        env = {"LIGHTHOUSE": stack.enter_context(_lighthouse(folder))}
-        jobs = stack.enter_context(_jobs())
-        for rank in range(ranks):
-            jobs[rank] = _start("torchft", folder, rank, ranks, env)
-        lines = Lines(folder, ranks)
-        _wait(lines, lambda rank, step: step.generation == ranks, folder)
-        for _ in range(kills):
-            time.sleep(1.0 + 0.5 * chance.random())
-            rank = chance.randrange(ranks)
-            _end(jobs[rank])
-            began_ns = time.monotonic_ns()
-            jobs[rank] = _start("torchft", folder, rank, ranks, env)
-            others = [other for other in range(ranks) if other != rank]
+    while len(times.all_ms) < kills:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            env = {"LIGHTHOUSE": stack.enter_context(_lighthouse(folder))}
+            jobs = stack.enter_context(_jobs())
+            for rank in range(ranks):
+                jobs[rank] = _start("torchft", folder, rank, ranks, env)
+            lines = Lines(folder, ranks)
+            _started(_wait(lines, lambda rank, step: step.generation == ranks), folder)
+            while len(times.all_ms) < kills:
+                time.sleep(1.0 + 0.5 * chance.random())
+                rank = chance.randrange(ranks)
+                _end(jobs[rank])
+                began_ns = time.monotonic_ns()
+                jobs[rank] = _start("torchft", folder, rank, ranks, env)
+                others = [other for other in range(ranks) if other != rank]
 
-            def after(of: int, step: Step, size: int, since_ns: int = began_ns, dead: int = rank) -> bool:
-                fresh = step.at_ns > since_ns and step.generation == size
-                return fresh and (of != dead or step.pid == jobs[dead].pid)
-
-            shrunk = _wait(lines, lambda of, step: after(of, step, ranks - 1), folder, others)
-            grown = _wait(lines, lambda of, step: after(of, step, ranks), folder)
-            times.survivors_ms.append((shrunk - began_ns) / 1e6)
-            times.all_ms.append((grown - began_ns) / 1e6)
+                new = began_ns, rank, jobs[rank].pid
+                shrunk_ns = _wait(lines, _in_world(ranks - 1, *new), others)
+                grown_ns = _wait(lines, _in_world(ranks, *new)) if shrunk_ns is not None else None
+                times.survivors_ms.append(_ms(began_ns, shrunk_ns))
+                times.all_ms.append(_ms(began_ns, grown_ns))
+                if grown_ns is None:
+                    break
     return times
+
+
+def _in_world(size: int, since_ns: int, new_rank: int, pid: int) -> Callable[[int, Step], bool]:
+    """A step of one of that size after a kill; that rank's by the new process."""
+
+    def is_it(rank: int, step: Step) -> bool:
+        return step.at_ns > since_ns and step.generation == size and (rank != new_rank or step.pid == pid)
+
+    return is_it
 
 
 def nvrx(ranks: int, kills: int, seed: int) -> Times:
@@ -108,20 +121,30 @@ def nvrx(ranks: int, kills: int, seed: int) -> Times:
             for rank in range(ranks):
                 jobs[rank] = _start("nvrx", folder, rank, ranks, env)
             lines = Lines(folder, ranks)
-            _wait(lines, lambda rank, step: True, folder)
+            _started(_wait(lines, lambda rank, step: True), folder)
             time.sleep(1.0 + 0.5 * chance.random())
             rank = chance.randrange(1, ranks)
             began_ns = time.monotonic_ns()
             _end(jobs[rank])
             others = [other for other in range(ranks) if other != rank]
-            back = _wait(lines, lambda _, step: step.generation == ranks - 1, folder, others)
-            times.survivors_ms.append((back - began_ns) / 1e6)
+            back_ns = _wait(lines, lambda _, step: step.generation == ranks - 1, others)
+            times.survivors_ms.append(_ms(began_ns, back_ns))
+            times.all_ms.append(None)
     return times
 
 
-def _wait(lines: Lines, is_it: object, folder: Path, ranks: list[int] | None = None) -> int:
-    """When the last of those ranks did the first such step."""
-    assert callable(is_it)
+def _ms(began_ns: int, ended_ns: int | None) -> float | None:
+    return (ended_ns - began_ns) / 1e6 if ended_ns is not None else None
+
+
+def _started(at_ns: int | None, folder: Path) -> None:
+    if at_ns is None:
+        said = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("err*"))
+        raise SystemExit(f"no step came in {max(START_S, BACK_S):.0f} s:\n{said}")
+
+
+def _wait(lines: Lines, is_it: Callable[[int, Step], bool], ranks: list[int] | None = None) -> int | None:
+    """When the last of those ranks did the first such step; None: a minute has gone by."""
     until_s = time.monotonic() + max(START_S, BACK_S)
     while time.monotonic() < until_s:
         lines.read()
@@ -132,8 +155,7 @@ def _wait(lines: Lines, is_it: object, folder: Path, ranks: list[int] | None = N
         if None not in found:
             return max(at_ns for at_ns in found if at_ns is not None)
         time.sleep(0.002)
-    said = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("err*"))
-    raise SystemExit(f"no step came in {max(START_S, BACK_S):.0f} s:\n{said}")
+    return None
 
 
 def _start(which: str, folder: Path, rank: int, ranks: int, env: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -500,7 +500,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[str, int]]:
     """How each of the scripts ended: all are forks of one process, which has imported torch for them."""
-    command = [sys.executable, "-c", PROLOGUE, os.path.dirname(__file__), json.dumps(BODIES)]
+    command = [sys.executable, "-W", "ignore", "-c", PROLOGUE, os.path.dirname(__file__), json.dumps(BODIES)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     return {name: (output, status) for name, (output, status) in json.loads(run.stdout).items()}

@@ -129,6 +129,7 @@ def test_nobody_says_so_who_has_not_looked_in_this_world(monkeypatch: pytest.Mon
     assert not found.possible
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_nothing_to_be_won() -> None:
     found = beside.Beside()
     for _ in range(2 * beside.LOOKS_AT):
