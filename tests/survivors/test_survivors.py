@@ -158,16 +158,17 @@ def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed:
     assert signalled["ranks"] == [2] and "still in its world" in signalled["why"]
 
 
-def test_the_last_one_that_has_the_state_does_not_get_out(job: Job, undisturbed: Any) -> None:
+@pytest.mark.parametrize("how", ["stuck", "busy"])
+def test_the_last_one_that_has_the_state_does_not_get_out(how: str, job: Job, undisturbed: Any) -> None:
     """It leaves it to the process that takes its place."""
     kills = [
-        {"rank": 1, "step": 12, "at": "forward", "how": "stuck"},
-        {"rank": 0, "step": 12, "at": "forward", "after": 0},
+        {"rank": 0, "step": 12, "at": "forward", "how": how},
+        {"rank": 1, "step": 12, "at": "forward", "after": 0},
     ]
-    assert run(job, kills, nproc=2) == 0, job.err
-    check(job, undisturbed(nproc=2), {0, 1}, nproc=2)
+    assert run(job, kills, "--buffers", nproc=2) == 0, job.err
+    check(job, undisturbed("--buffers", nproc=2), {0, 1}, nproc=2)
     [signalled] = job.events("ranks.signalled")
-    assert signalled["ranks"] == [1] and "has left its state" in signalled["why"]
+    assert signalled["ranks"] == [0] and "has left its state" in signalled["why"]
 
 
 def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job) -> None:

@@ -33,6 +33,7 @@ from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
 IDLE_S = 0.01
+BUSY = 12  # looks at a rank that is late, after which its state has to leave without it even if it does something
 LAST_S = 0.2
 
 _active: Survival | None = None
@@ -74,6 +75,7 @@ class Survival:
         self._worked_s = 0.0
         self._late = 0
         self._will = -1  # the file, if one had to be left in this world
+        self._left = -1  # the newest world that was left
         seat.watch(here.generation, self._over, self._is_late)
         torch.autograd.backward = _kept(torch.autograd.backward)
         for part in rebuilding.wrapped(modules):
@@ -99,15 +101,18 @@ class Survival:
 
     def _is_late(self) -> None:
         """The training's thread is stuck if it has done nothing since it was last looked at, with all that it could
-        wait for gone: then it will not leave, and its state has to without it."""
+        wait for gone: then it will not leave, and its state has to without it. So it does if that is in a long step."""
         self._late += 1
         before_s, self._worked_s = self._worked_s, time.clock_gettime(self._main)
         if self._late == 1:
             groups.abort(store=True)
-        elif self._will < 0 and self._worked_s - before_s < IDLE_S and (fd := self.bequeath()) is not None:
+        elif self._will < 0 and (self._worked_s - before_s < IDLE_S or self._late >= BUSY):
+            here, generation = self._place, self._place.generation
+            if (fd := self.bequeath()) is None:
+                return
             self._will = fd
-            here = self._place
-            here.report(messages.Bequeathed(here.rank, here.generation, fd))  # and is ended now
+            if self._left < generation:  # else it has come to its end meanwhile
+                here.report(messages.Bequeathed(here.rank, generation, fd))  # and is ended now
 
     # In the training's:
 
@@ -164,6 +169,7 @@ class Survival:
 
     def leave(self) -> None:
         """This world, for good."""
+        self._left = self._place.generation
         self._call("abort")
         groups.abort()
         self._call("aborted")
@@ -215,6 +221,11 @@ class Survival:
         """As it was after the last step."""
         return randomness.told(self._mark.randomness) if self._mark is not None else {}
 
+    @property
+    def buffers(self) -> dict[int, torch.Tensor]:
+        """As they were then, by where they are."""
+        return self._mark.buffers if self._mark is not None else {}
+
 
 def _resident_bytes() -> int:
     pages = int(linux.read("/proc/self/statm").split()[1])
@@ -233,6 +244,10 @@ class Mark:
         self.randomness = randomness.mark()
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
+
+    @property
+    def buffers(self) -> dict[int, torch.Tensor]:
+        return {buffer.data_ptr(): kept for buffer, kept in zip(self._buffers, self._kept, strict=True)}
 
     def put_back(self) -> None:
         randomness.go_back(self.randomness)

@@ -28,8 +28,11 @@ class Will(msgspec.Struct, frozen=True, array_like=True):
     randomness: dict[str, Any]
 
 
-def write(state: Mapping[str, Any], offer: Offer, randomness: Mapping[str, Any]) -> int:
-    """A file without a name. In a thread of its own, whatever the others wait for."""
+def write(
+    state: Mapping[str, Any], offer: Offer, randomness: Mapping[str, Any], instead: Mapping[int, torch.Tensor]
+) -> int:
+    """A file without a name. In a thread of its own, whatever the others do. `instead`, by address: what these have
+    changed already."""
     found = contents.collect(state)
     will = Will(offer, described(found), dict(randomness))
     head = msgspec.msgpack.encode(will)
@@ -42,7 +45,8 @@ def write(state: Mapping[str, Any], offer: Offer, randomness: Mapping[str, Any])
         memory = torch.frombuffer(file, dtype=torch.uint8)
         for piece, size in pieces:
             for key, at, dtype, shape in piece:
-                view(memory, begin + at, dtype, shape).copy_(found.tensors[key].detach())
+                now = found.tensors[key].detach()
+                view(memory, begin + at, dtype, shape).copy_(instead.get(now.data_ptr(), now))
             begin += size
         del memory
     return fd

@@ -157,10 +157,9 @@ class Worlds:
         return will.offer
 
     def _bequeath(self) -> int | None:
-        """A file with what this rank has, if it is whole. In another thread: the training's is stuck."""
+        """A file with what this rank has, if it is whole. In another thread: the training's is stuck, or busy."""
         assert self.survival is not None
         mine = self._offer()
         if mine == Offer():
             return None
-        self.survival.undo()
-        return wills.write(self._state, mine, self.survival.randomness)
+        return wills.write(self._state, mine, self.survival.randomness, self.survival.buffers)
