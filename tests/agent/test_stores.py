@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import signal
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from holdfast.agent import stores as stores_module
 from holdfast.agent.stores import Stores
 from holdfast.wire import messages
 
@@ -33,8 +35,15 @@ def helpers() -> Helpers:
 
 
 @pytest.fixture
-def stores(helpers: Helpers) -> Iterator[Stores]:
-    made = Stores(helpers, itertools.count(-1, -1), 0, None)  # type: ignore[arg-type]
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stores(loop: asyncio.AbstractEventLoop, helpers: Helpers) -> Iterator[Stores]:
+    made = Stores(loop, helpers, itertools.count(-1, -1), 0, None)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -100,11 +109,55 @@ def test_one_that_is_gone_leaves_the_port_to_another(
     assert (port_of(listener), keeper) == (asked.port, None)
 
 
-def test_a_port_that_was_asked_for_is_not_taken_ahead(helpers: Helpers) -> None:
+def test_a_port_that_was_asked_for_is_not_taken_ahead(loop: asyncio.AbstractEventLoop, helpers: Helpers) -> None:
     with socket.create_server((ADDR, 0)) as other:
         fixed = other.getsockname()[1]
-    stores = Stores(helpers, itertools.count(-1, -1), fixed, None)  # type: ignore[arg-type]
+    stores = Stores(loop, helpers, itertools.count(-1, -1), fixed, None)  # type: ignore[arg-type]
     stores.prepare(ADDR)
     assert helpers.asked == []
     assert stores.port(ADDR) == fixed
     stores.close()
+
+
+def test_the_store_of_a_world_of_which_nobody_stays_ends_with_it(
+    stores: Stores, process: subprocess.Popen[bytes]
+) -> None:
+    stores.retire(process.pid, some_stay=False)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_that_of_ranks_that_stay_is_there_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: asyncio.AbstractEventLoop,
+    stores: Stores,
+    process: subprocess.Popen[bytes],
+) -> None:
+    """A thread of theirs may be about to connect to it."""
+    monkeypatch.setattr(stores_module, "OLD_S", 0.05)
+    stores.retire(process.pid, some_stay=True)
+    loop.run_until_complete(asyncio.sleep(0))
+    assert process.poll() is None
+    loop.run_until_complete(asyncio.sleep(0.1))
+    assert process.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("end", ["exited", "with its zygote"])
+def test_one_that_is_gone_by_itself_is_not_ended_again(
+    end: str,
+    monkeypatch: pytest.MonkeyPatch,
+    loop: asyncio.AbstractEventLoop,
+    stores: Stores,
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Its number may be another process's by then: here it is."""
+    monkeypatch.setattr(stores_module, "OLD_S", 0.05)
+    stores.retire(process.pid, some_stay=True)
+    stores.exited(process.pid) if end == "exited" else stores.clear()
+    loop.run_until_complete(asyncio.sleep(0.1))
+    assert process.poll() is None
+
+
+def test_with_the_agent_all_of_them_end(stores: Stores, process: subprocess.Popen[bytes]) -> None:
+    stores.retire(process.pid, some_stay=True)
+    stores.close()
+    assert process.wait(10) == -signal.SIGKILL

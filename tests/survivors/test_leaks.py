@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,12 @@ class Held:
         self.descriptors = len(descriptors)
         self.sockets = sum(link.startswith("socket:") for link in descriptors)
         self.maps = (folder / "maps").read_text().count("\n")
+        self.names = Counter(Path(task, "comm").read_text().strip() for task in (folder / "task").iterdir())
+        self.links = Counter(re.sub(r"\d+", "N", link) for link in descriptors)
 
     def __repr__(self) -> str:
-        return f"{self.mib:.0f} MiB, {self.threads} threads, {self.descriptors} descriptors, {self.maps} maps"
+        counts = f"{self.mib:.0f} MiB, {self.threads} threads, {self.descriptors} descriptors, {self.maps} maps"
+        return f"{counts}; {dict(self.names)}; {dict(self.links)}"
 
 
 @pytest.mark.long
@@ -39,7 +44,7 @@ def test_memory_threads_descriptors_and_sockets_are_stable(tmp_path: Path) -> No
     job = Job(tmp_path)
     env = {"CHECKPOINT_DIR": str(tmp_path / "saved")}
     try:
-        job.start(SCRIPT, "--steps=1000000", "--pace=0.01", nproc=2, max_restarts=10_000, env=env)
+        job.start(SCRIPT, "--steps=50000", "--pace=0.01", nproc=2, max_restarts=10_000, env=env)
         survivor = job.wait_step(0, 3)["pid"]
         job.wait_event("zygote.grown")  # from then on new ranks import nothing
         seen: dict[str, list[Held]] = {"rank": [], "agent": []}

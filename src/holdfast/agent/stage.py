@@ -68,7 +68,7 @@ class Stage:
         self._destinations: dict[int, Destination] = {}
         self._stayers: dict[int, Stayer] = {}  # by local rank
         tokens = itertools.count(-1, -1)
-        self._stores = Stores(helpers, tokens, options.master_port, listener)
+        self._stores = Stores(loop, helpers, tokens, options.master_port, listener)
         self._standbys = Standbys(loop, options, helpers, env, plumbing, tokens, records.events.emit, on_standby, say)
         self.world: RunningWorld | None = None
         self._beside = False  # new ranks need not wait for those that die
@@ -182,7 +182,10 @@ class Stage:
             if self._will_of != self.world.world.generation:
                 self._forget_will()  # the world that could have had it is over
             self._beside = self.world.beside
-            self._stayers |= self.world.close(free_port=bool(self._options.master_port))
+            keeper, stayers = self.world.keeper, self.world.close()
+            self._stayers |= stayers
+            if keeper is not None:
+                self._stores.retire(keeper, bool(stayers))
             self._plumbing.end_world()
             self.world = None
 

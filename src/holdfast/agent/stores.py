@@ -1,7 +1,9 @@
-"""The store of the next world: its port, and the process that keeps it, before there is a world that needs them."""
+"""The stores of worlds: the port of the next one, and the process that keeps it, before there is a world that needs
+them; and those of worlds that are over, until nobody does."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Iterator
@@ -11,16 +13,26 @@ from holdfast.agent import preflight
 from holdfast.agent.zygotes import Zygotes
 from holdfast.wire import messages
 
+OLD_S = 2.0  # a store outlives its world by that
+
 
 class Stores:
     """One after the other. A keeper that was asked for and has not said that it is there counts for nothing."""
 
-    def __init__(self, helpers: Zygotes, tokens: Iterator[int], port: int, listener: socket.socket | None) -> None:
-        self._helpers, self._tokens, self._fixed = helpers, tokens, port
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        helpers: Zygotes,
+        tokens: Iterator[int],
+        port: int,
+        listener: socket.socket | None,
+    ) -> None:
+        self._loop, self._helpers, self._tokens, self._fixed = loop, helpers, tokens, port
         self._listener = listener
         self._token: int | None = None
         self._pid: int | None = None
         self._dropped: set[int] = set()  # tokens of keepers that nobody needs
+        self._old: dict[int, asyncio.TimerHandle] = {}  # keepers of worlds that are over, and when they end
 
     def port(self, addr: str) -> int:
         """Of the store that a next world would have here. Bound ahead, so that it can be told."""
@@ -49,6 +61,19 @@ class Stores:
         self._listener = self._token = self._pid = None
         return taken
 
+    def retire(self, keeper: int, some_stay: bool) -> None:
+        """Its world is over. Threads of ranks that stay may still wait there, or be about to connect: they hear that it
+        is over while it is there, and torch's client would try for half an hour to reach one that is gone. A port that
+        the next world is to have again is waited for; a killed keeper takes milliseconds to let go of it."""
+        if self._fixed or not some_stay:
+            linux.end(keeper, wait_s=1.0 if self._fixed else 0.0)
+        else:
+            self._old[keeper] = self._loop.call_later(OLD_S, self._end, keeper)
+
+    def _end(self, keeper: int) -> None:
+        self._old.pop(keeper).cancel()
+        linux.end(keeper, wait_s=0.0)
+
     # -- what happens to the keeper -----------------------------------------------------------------------------------
 
     def forked(self, token: int, pid: int) -> None:
@@ -67,13 +92,20 @@ class Stores:
         """The port is open all the same."""
         if pid == self._pid:
             self._token = self._pid = None
+        if (timer := self._old.pop(pid, None)) is not None:
+            timer.cancel()
 
     def clear(self) -> None:
-        """It is gone, with its zygote."""
+        """They are gone, with their zygote."""
         self._token = self._pid = None
+        for timer in self._old.values():
+            timer.cancel()
+        self._old.clear()
         self._dropped.clear()
 
     def close(self) -> None:
+        for keeper in list(self._old):
+            self._end(keeper)
         if self._pid is not None:
             linux.end(self._pid, wait_s=0.0)
         if self._listener is not None:

@@ -320,11 +320,13 @@ class RunningWorld:
             pid = linux.parent(pid)
         return ranks.get(pid)
 
-    def close(self, free_port: bool = False) -> dict[int, Stayer]:
-        """The ranks are gone, or stay: end the store, the streams and the pages. A port that the next world is to have
-        again is waited for; a killed keeper takes milliseconds to let go of it."""
-        if (keeper := self._pids.get(KEEPER)) is not None and not self.keeper_gone:
-            linux.end(keeper, wait_s=1.0 if free_port else 0.0)
+    @property
+    def keeper(self) -> int | None:
+        """Who keeps its store here."""
+        return None if self.keeper_gone else self._pids.get(KEEPER)
+
+    def close(self) -> dict[int, Stayer]:
+        """The ranks are gone, or stay: end the streams and the pages."""
         self.read_reports()
         self._loop.remove_reader(self._reports.fileno())
         self._reports.close()
