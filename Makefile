@@ -10,7 +10,7 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: lint system
-	$(BIN)/python -m pytest -n 3 --durations=60 tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=60 tests
 
 test-all: lint system
 	HOLDFAST_SCHEDULES=20 $(BIN)/python -m pytest -n 2 -m "long or not long" tests

@@ -65,6 +65,13 @@ def test_those_that_cannot_are_ended_and_those_that_can_leave() -> None:
     assert job.worlds[-1].stayed
 
 
+def test_one_that_cannot_any_more_is_ended() -> None:
+    job = training()
+    job.hears(Stays(0, 2, stays=False), 0.0)
+    actions = job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
+    assert the(actions, Leave).ranks == (0,) and the(actions, Signal).ranks == (2,)
+
+
 def test_one_that_has_left_its_state_need_not_get_out() -> None:
     job = training(2)
     job.ends(0, -signal.SIGKILL, after_s=FOREVER_S)

@@ -83,8 +83,11 @@ def same(one: Any, other: Any, bits: bool) -> bool:
 
 
 def check(job: Job, expected: Any, dead: set[int], nproc: int = 3, bits: bool = False) -> None:
-    """Of more than two ranks, DDP sums gradients in another order in the first step of a world."""
+    """Of more than two ranks, DDP sums gradients in another order in the first step of a world. One that gloo does not
+    let go of (see design.md) leaves its state, and is replaced."""
     assert job.leftovers() == []
+    wills = [event for event in job.events("ranks.signalled") if "has left its state" in event["why"]]
+    dead = dead.union(*(event["ranks"] for event in wills))
     assert same(torch.load(job.folder / "weights.pt"), expected, bits or nproc == 2)
     for rank in range(nproc):
         if rank not in dead:
@@ -178,6 +181,23 @@ def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job) -> None:
     [incident] = job.incidents()
     assert (incident["kind"], incident["rank"]) == ("error", 1)
     assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("at", ["backward", "before step"])
+def test_a_group_of_the_programs_own_is_made_again_in_run_train(at: str, job: Job, undisturbed: Any) -> None:
+    """Also where the end of the world is seen by run.step() alone."""
+    assert run(job, [{"rank": 1, "step": 11, "at": at}], "--own", "--group", "--train") == 0, job.err
+    check(job, undisturbed("--own"), {1})
+    assert "do not outlive" not in job.err
+
+
+def test_outside_of_it_nobody_stays_and_that_is_said(job: Job, undisturbed: Any) -> None:
+    """A new rank would be alone where it is made."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--own", "--group") == 0, job.err
+    check(job, undisturbed("--own"), {0, 1, 2})
+    assert job.err.count("ranks do not outlive their worlds: new_group() is called outside of run.train()") == 2
+    [incident] = job.incidents()
+    assert "stay" not in incident["action"], incident
 
 
 @pytest.mark.long

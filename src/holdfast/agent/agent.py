@@ -393,8 +393,8 @@ class Agent:
                     names = zlib.decompress(modules).decode().split("\n")
                     self._helpers.learn(tuple(filter(None, names)))
                 self._park()
-            case messages.Stays(rank=rank, generation=generation):
-                self._advance(acts.Stays(generation, rank))
+            case messages.Stays(rank=rank, generation=generation, stays=stays):
+                self._advance(acts.Stays(generation, rank, stays))
                 self._watch(rank)
             case messages.Stumbled(rank=rank, generation=generation, at_s=at_s, headline=headline):
                 self._advance(acts.Stumbled(generation, rank, at_s, headline))

@@ -62,10 +62,11 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 class Stays(msgspec.Struct, frozen=True):
-    """A rank can leave its world, when that is over, and take part in the next one."""
+    """A rank can leave its world, when that is over, and take part in the next one; or cannot any more."""
 
     generation: int
     rank: int
+    stays: bool = True
 
 
 class StandsBy(msgspec.Struct, frozen=True):

@@ -84,7 +84,9 @@ class Staying(Standing):
         return [Signal((event.rank,), signal.SIGKILL, why)]
 
     def _stays(self, event: Stays) -> None:
-        self.stays |= {event.rank} & self.live
+        self.stays -= {event.rank}
+        if event.stays:
+            self.stays |= {event.rank} & self.live
 
     def _left(self, event: Left) -> bool:
         """Whether it was the last of its world to go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from holdfast.training.options import Options
 from holdfast.training.progress import Progress
 from holdfast.training.requests import Requests
 from holdfast.training.streams import Stream
-from holdfast.training.survival import Survival
+from holdfast.training.survival import Survival, WorldOver
 from holdfast.training.units import Cut, Unit
 from holdfast.training.worlds import Worlds
 from holdfast.wire import messages
@@ -102,6 +103,19 @@ class Loop:
         return ends
 
     # -- from one world to the next -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def beginning_again(self) -> Iterator[None]:
+        """In a program that does so after each end of a world: what it makes of that world it makes again."""
+        survival = self._survival
+        if survival is None:
+            yield
+            return
+        survival.begins_again = True
+        try:
+            yield
+        finally:
+            survival.begins_again = False
 
     def outlives(self, failure: Exception) -> bool:
         return self._survival is not None and self._survival.outlives(failure)
@@ -258,6 +272,8 @@ class Loop:
                 if not self._survival.outlives(failure):
                     raise
                 failure.__traceback__ = None
+        if self._survival.over and self._survival.begins_again:
+            raise WorldOver("the world is over, and run.train() begins again in the next one")
         if self._survival.over:
             self.go_on()
 

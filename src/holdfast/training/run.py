@@ -103,14 +103,15 @@ class Run:
     def train(self, function: Callable[[], T]) -> T:
         """Call it, and again after each end of a world that this rank outlives: with the same objects, in a new world,
         after the last step that was done. What is attached, is so before. Also as a decorator."""
-        while True:
-            try:
-                return function()
-            except Exception as failure:
-                if not self._training.outlives(failure):
-                    raise
-                failure.__traceback__ = None  # which keeps the world's connections open
-            self._training.begin_again()
+        with self._training.beginning_again():
+            while True:
+                try:
+                    return function()
+                except Exception as failure:
+                    if not self._training.outlives(failure):
+                        raise
+                    failure.__traceback__ = None  # which keeps the world's connections open
+                self._training.begin_again()
 
     def on(self, moment: str) -> Callable[[F], F]:
         """`@run.on("abort")`: a function to be called when this rank goes from one world to the next. "abort": before

@@ -61,12 +61,19 @@ def begin(state: Collection[Any], hooks: Hooks) -> Survival | None:
     return _active
 
 
+class WorldOver(RuntimeError):
+    """Raised through a function that is begun again then."""
+
+
 class Survival:
     def __init__(self, here: Place, seat: Seat, state: Collection[Any], hooks: Hooks) -> None:
         modules = [value for value in state if isinstance(value, nn.Module)]
         self._place, self._seat, self._state, self._modules = here, seat, state, modules
         self.hooks = hooks
         self._made = groups.made()
+        self.begins_again = False  # the program does, after each end of a world
+        self._stays = True
+        groups.on_own_group(self._own_group)
         self.doomed = False  # the step that is being done cannot be completed
         self._mark: Mark | None = None
         self._beside = Beside()
@@ -119,7 +126,18 @@ class Survival:
     def announce(self) -> None:
         """From here on this rank is worth to be kept."""
         here = self._place
-        here.report(messages.Stays(here.rank, here.generation, rebuilding.is_sharded(self._modules)))
+        if self._stays:
+            here.report(messages.Stays(here.rank, here.generation, rebuilding.is_sharded(self._modules)))
+
+    def _own_group(self, called: str) -> None:
+        """A group that the program has made for itself goes with its world. Who begins again makes another one."""
+        if self.begins_again or not self._stays:
+            return
+        self._stays = False
+        here = self._place
+        here.report(messages.Stays(here.rank, here.generation, stays=False))
+        if here.rank == 0:
+            say(f"ranks do not outlive their worlds: {called}() is called outside of run.train(); call it in there")
 
     def wait_for_others_end(self) -> None:
         self._place.wait_for_others_end()
@@ -153,6 +171,8 @@ class Survival:
 
     def outlives(self, failure: Exception) -> bool:
         """Whether this is the end of the world and not the program's own mistake. Waits to be told."""
+        if isinstance(failure, WorldOver):
+            return True
         if not isinstance(failure, (RuntimeError, OSError)):
             return False
         if not self._seat.over:

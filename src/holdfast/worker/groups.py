@@ -33,6 +33,7 @@ COLLECTIVES = (
     "new_subgroups", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
     "send", "split_group",
 )  # fmt: skip
+GROUPS = ("new_group", "new_subgroups", "split_group")
 
 
 class Made(NamedTuple):
@@ -45,6 +46,7 @@ class Made(NamedTuple):
 
 _settled = False  # this rank has what the others have
 _early = ""  # what the program called for all ranks before that
+_on_own_group: Callable[[str], None] | None = None
 _wanted: Made | None = None
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 
@@ -77,9 +79,17 @@ def _watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         global _early
         if not _settled:
             _early = _early or name
+        elif name in GROUPS and _on_own_group is not None:
+            _on_own_group(name)
         return call(*args, **kwargs)
 
     return called
+
+
+def on_own_group(call: Callable[[str], None]) -> None:
+    """What is to be called when the program makes a group for itself later."""
+    global _on_own_group
+    _on_own_group = call
 
 
 def early() -> str:

@@ -104,6 +104,7 @@ def main() -> nn.Module:
     parser.add_argument("--dropout", action="store_true")
     parser.add_argument("--train", action="store_true", help="by run.train")
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
+    parser.add_argument("--group", action="store_true", help="that is in a group of its own")
     parser.add_argument("--early", action="store_true", help="a collective of its own before run.attach()")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
@@ -141,13 +142,14 @@ def main() -> nn.Module:
     register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
 
     def train() -> None:
+        group = dist.new_group() if args.group else None
         for x, y in run.batches(dataset, 16, epochs=1, shuffle=False):
             kills.step = run.steps_done + 1
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if args.own:
-                dist.all_reduce(torch.ones(1))
+                dist.all_reduce(torch.ones(1), group=group)
             optimizer.step()
             scheduler.step()
             run.step(loss=loss)
