@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripted import Job, Timer, every, killed, sent, told
+from scripted import Job, Timer, Write, every, killed, sent, told
 
 from holdfast.control import protocol
 from holdfast.control.causes import Cause, Kind
@@ -359,6 +359,22 @@ def test_any_number_may_where_none_was_set() -> None:
         job.fails("a", steps=7, base=10)
         job.now_s += 60.0
     assert job.over is None
+
+
+def test_what_a_node_did_while_nobody_could_hear_it_counts() -> None:
+    """Its ranks train on until their lease is over; how far they got is told after the incident was opened."""
+    job = Job(nodes=2, max_restarts=99, max_no_progress=2).runs("a", "b")
+    job.fails("a", steps=25)
+    job.down("b", steps=25)
+    job.runs()
+    job.gone("b")
+    job.down("a", steps=0, base=20)
+    assert job.coordinator.account.history.stalled == 1
+    job.comes("b", generation=1, running=1)
+    late = job.says("b", protocol.Down(1, 10.0, (), 22, base=20, store_port=29501))
+    history = job.coordinator.account.history
+    assert (history.stalled, history.reached) == (0, 42)
+    assert every(late, Write)[0].record.history == history
 
 
 # -- timeouts ---------------------------------------------------------------------------------------------------------

@@ -82,6 +82,12 @@ class Account:
             self.history = self.history.charged()
         return Answer(first, decision)
 
+    def heard_late(self, base: int, steps: int) -> bool:
+        """How far a world had got whose incident is open already: nodes that nobody could hear have trained on in it.
+        Whether that is news."""
+        known, self.history = self.history, self.history.got_to(base, steps)
+        return self.history != known
+
     def _stalled(self, kind: Kind) -> GiveUp:
         """What comes again and again at one step may be the program's own doing, on whatever machine, however it ends.
         But no program makes a driver tell of failing hardware, and none sends us signals."""

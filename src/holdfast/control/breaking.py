@@ -157,9 +157,16 @@ class Breaking(Forming):
             self.steps_known = self.steps_known or down.steps is not None
             self.steps_seen = self.steps_seen or bool(down.steps)
             self.up.discard(node)
+        elif self._is_settled and self.account.heard_late(down.base, down.steps or 0):
+            return [Write(self._record(now_s)), *self._consider(now_s)]
         why = f"the ranks of {member.hello.host} have ended"
         given_up = self._give_up_drain(why) if down.causes else []
         return given_up + self._node_failed(now_s, node, why)
+
+    @property
+    def _is_settled(self) -> bool:
+        """The last world is down, and its incident open."""
+        return self.phase in (Phase.GATHERING, Phase.WAITING)
 
     def _done(self, now_s: float, node: str, done: protocol.Done) -> list[Action]:
         self.world_steps = max(self.world_steps, done.steps or 0)

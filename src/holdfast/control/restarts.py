@@ -58,6 +58,12 @@ class History(msgspec.Struct, frozen=True):
             stalled=self._stalled(failure),
         )
 
+    def got_to(self, base: int, steps: int) -> History:
+        """The last failure's world had got further than was known then."""
+        if base + steps <= self.reached:
+            return self
+        return msgspec.structs.replace(self, reached=base + steps, stalled=0)
+
     def _stalled(self, failure: Failure) -> int:
         """A world that resumed has to get past where an earlier one was; one that began anew has to take a step. Where
         steps cannot be seen, nothing is known, and a node's arrival is nobody's failure."""

@@ -305,7 +305,7 @@ class Checker:
         plan = self.worlds.get(incident.generation)
         if incident.generation in self._given_up:
             return  # told late, by the coordinator with which the job began anew
-        if incident.steps or not incident.restarted:
+        if incident.steps or not incident.restarted or incident.generation in self._advanced:
             self._no_step = 0
         elif incident.steps is not None and incident.kind is not Kind.MEMBERSHIP and plan is not None:
             self._no_step += plan.world.restart_count > 0
