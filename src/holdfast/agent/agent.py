@@ -402,9 +402,9 @@ class Agent:
                 if self._world is not None and self._world.world.generation == generation:
                     self._monitors.exited(rank)
                     self._advance(acts.Left(generation, rank, *self._world.left(rank)))
-            case messages.Bequeathed(rank=rank, generation=generation, fd=fd):
+            case messages.Bequeathed(rank=rank, generation=generation, fd=fd, step=step):
                 if self._stage is not None:
-                    self._stage.keep_will(rank, fd)
+                    self._stage.keep_will(rank, fd, step)
                 self._advance(acts.Bequeathed(generation, rank))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit(record.RankRaised(generation, rank, headline))

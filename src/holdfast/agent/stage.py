@@ -72,7 +72,7 @@ class Stage:
         self._standbys = Standbys(loop, options, helpers, env, plumbing, tokens, records.events.emit, on_standby, say)
         self.world: RunningWorld | None = None
         self._beside = False  # new ranks need not wait for those that die
-        self._will, self._will_of = -1, -1  # the file, and the generation whose rank has left it
+        self._will = self._will_of = self._will_step = -1  # the file, whose generation's, and its step
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
 
     def run(self, world: World, learned: str) -> None:
@@ -136,13 +136,15 @@ class Stage:
         will = f"/proc/{os.getpid()}/fd/{self._will}" if self._will >= 0 else ""
         return {DOORBELL: self._monitors.doorbell, RESUME: resume, STAYED: stayed, STANDBY: "", WILL: will}
 
-    def keep_will(self, rank: int, fd: int) -> None:
-        """For the next world. Of several any is good: those that are left in one world are of the same step."""
+    def keep_will(self, rank: int, fd: int, step: int) -> None:
+        """For the next world. Of several the newest is kept: two ranks of one world may be a step apart."""
+        if self._will >= 0 and step <= self._will_step:
+            return
         if self.world is not None and (pid := self.world.pids().get(rank)) is not None:
             with contextlib.suppress(OSError):
                 found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                 self._forget_will()
-                self._will, self._will_of = found, self.world.world.generation
+                self._will, self._will_of, self._will_step = found, self.world.world.generation, step
 
     def _forget_will(self) -> None:
         if self._will >= 0:
@@ -179,8 +181,8 @@ class Stage:
         """The world's ranks are gone; so goes the rest of it."""
         if self.world is not None:
             self._monitors.end()
-            if self._will_of != self.world.world.generation:
-                self._forget_will()  # the world that could have had it is over
+            if self._will_of != self.world.world.generation and self.world.steps():
+                self._forget_will()  # ranks have gone on from it, or from what is newer
             self._beside = self.world.beside
             keeper, stayers = self.world.keeper, self.world.close()
             self._stayers |= stayers

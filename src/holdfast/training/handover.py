@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -65,8 +65,11 @@ def agree(together: Together, mine: Offer) -> Decided | None:
     return decided if decided.best.step >= 0 else None
 
 
-def hand_over(together: Together, decided: Decided, state: Mapping[str, Any]) -> None:
-    """All ranks come here. Those that lack the state have it afterwards; the others' is not touched."""
+def hand_over(
+    together: Together, decided: Decided, state: Mapping[str, Any], changes: Callable[[], None] = lambda: None
+) -> None:
+    """All ranks come here. Those that lack the state have it afterwards; the others' is not touched. Before the first
+    byte of it changes, `changes` is called."""
     if not decided.lack:
         return
     gives, takes = together.rank == decided.source, together.rank in decided.lack
@@ -81,13 +84,15 @@ def hand_over(together: Together, decided: Decided, state: Mapping[str, Any]) ->
     finish = []
     if takes:
         placing = prepare(state, Peer(decided.best.step, theirs))
+        if theirs.given is not None:
+            changes()
         tensors, finish = {key: tensor.detach() for key, tensor in placing.targets.items()}, placing.finish
     if theirs.given is not None:
         taken = not takes or direct.take(theirs.given, tensors)
         if together.agree(b"1" if taken else b"0", min) == b"1":
             rest = [each for each in theirs.tensors if each[0] not in theirs.given.pieces]
             theirs = msgspec.structs.replace(theirs, tensors=rest)
-    _broadcast(decided.source, theirs, tensors, gives, takes)
+    _broadcast(decided.source, theirs, tensors, gives, takes, changes)
     for each in finish:
         each()
 
@@ -110,7 +115,12 @@ class Peer(Source):
 
 
 def _broadcast(
-    source: int, described: Described, tensors: Mapping[str, torch.Tensor], gives: bool, takes: bool
+    source: int,
+    described: Described,
+    tensors: Mapping[str, torch.Tensor],
+    gives: bool,
+    takes: bool,
+    changes: Callable[[], None],
 ) -> None:
     """In few pieces, each a buffer that is packed here and unpacked there. Those that have it all take part, too: a
     collective is a matter of all ranks."""
@@ -124,6 +134,7 @@ def _broadcast(
                     part.copy_(tensors[key])
             dist.broadcast(buffer, source)
             if takes:
+                changes()
                 for key, part in views.items():
                     if (target := tensors.get(key)) is not None:
                         target.copy_(part)

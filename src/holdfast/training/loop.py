@@ -95,11 +95,14 @@ class Loop:
 
     def _step_ends(self) -> bool:
         """Whether this is the time to step what counts steps."""
-        if self._survival is not None and self._survival.doomed:
+        survival, worlds = self._survival, self._worlds
+        if survival is not None and survival.doomed:
             return False
         ends = all(batches.served for batches in self._waiting)
-        if ends and self._worlds is not None:
-            self._worlds.touched = True
+        if ends and worlds is not None and not worlds.touched:
+            if survival is not None and not survival.may_step():
+                return False
+            worlds.touched = True
         return ends
 
     # -- from one world to the next -----------------------------------------------------------------------------------

@@ -71,18 +71,21 @@ class Survival:
         self._place, self._seat, self._state, self._modules = here, seat, state, modules
         self.hooks = hooks
         self._made = groups.made()
+        self._queues = self._made is not None and "nccl" in (self._made.backend or "cuda:nccl")
         self.begins_again = False  # the program does, after each end of a world
         self._stays = True
         groups.on_own_group(self._own_group)
         self.doomed = False  # the step that is being done cannot be completed
         self._mark: Mark | None = None
         self._beside = Beside()
-        self.bequeath: Callable[[], int | None] = lambda: None
+        self.bequeath: Callable[[], tuple[int, int] | None] = lambda: None  # a file, and the step that is in it
         self._main = time.pthread_getcpuclockid(threading.get_ident())
         self._worked_s = 0.0
         self._late = 0
-        self._will = -1  # the file, if one had to be left in this world
+        self._will = -1  # the file, if one had to be left: then this process ends
         self._left = -1  # the newest world that was left
+        self._leaves = threading.Lock()  # a rank leaves its world, or its state; not both
+        self._joins = False  # the next world's group is being made
         seat.watch(here.generation, self._over, self._is_late)
         torch.autograd.backward = _kept(torch.autograd.backward)
         for part in rebuilding.wrapped(modules):
@@ -100,11 +103,8 @@ class Survival:
         words = self._place.beacon.words
         while words[STEPS] < steps and not self.doomed and time.monotonic() < until_s:
             time.sleep(LAST_S / 100)
-        if self._will >= 0:  # of an earlier world, which was left after all
-            os.close(self._will)
-            self._will = -1
         self._late, self._worked_s = 0, time.clock_gettime(self._main)
-        groups.abort()
+        groups.abort(store=self._joins)  # who makes a group waits at the store for somebody who may never come
 
     def _is_late(self) -> None:
         """The training's thread is stuck if it has done nothing since it was last looked at, with all that it could
@@ -115,11 +115,14 @@ class Survival:
             groups.abort(store=True)
         elif self._will < 0 and (self._worked_s - before_s < IDLE_S or self._late >= BUSY):
             here, generation = self._place, self._place.generation
-            if (fd := self.bequeath()) is None:
+            if (will := self.bequeath()) is None:
                 return
-            self._will = fd
-            if self._left < generation:  # else it has come to its end meanwhile
-                here.report(messages.Bequeathed(here.rank, generation, fd))  # and is ended now
+            with self._leaves:
+                if self._left >= generation:  # it has come to its end meanwhile
+                    os.close(will[0])
+                    return
+                self._will = will[0]
+                here.report(messages.Bequeathed(here.rank, generation, *will))  # and is ended now
 
     # In the training's:
 
@@ -169,6 +172,14 @@ class Survival:
     def leave_at_boundary(self) -> None:
         self._seat.leave_at_boundary()
 
+    def may_step(self) -> bool:
+        """Whether what counts steps may do so now. With NCCL a backward has returned before its gradients are there:
+        what waits behind a collective that nobody ends would run on half of them as soon as that is aborted."""
+        if self._queues and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+            self.doomed = bool(self._seat.over)
+        return not self.doomed
+
     def outlives(self, failure: Exception) -> bool:
         """Whether this is the end of the world and not the program's own mistake. Waits to be told."""
         if isinstance(failure, WorldOver):
@@ -189,7 +200,12 @@ class Survival:
 
     def leave(self) -> None:
         """This world, for good."""
-        self._left = self._place.generation
+        with self._leaves:
+            gave = self._will >= 0
+            if not gave:
+                self._left = self._place.generation
+        if gave:
+            threading.Event().wait()  # its state is somebody else's already, and its end on its way
         self._call("abort")
         groups.abort()
         self._call("aborted")
@@ -211,14 +227,19 @@ class Survival:
         place_in_it = self._seat.next_place()
         self._call("rejoin")
         self._join(place_in_it)
-        self.announce()
 
     def _join(self, place_in_it: tuple[messages.ForkWorker, list[int]]) -> None:
         self._place.move(*place_in_it)
+        if self._left >= 0:
+            self.announce()  # what it has is worth to be kept, too, if the new rank dies before it is there
         together.begin_world()
         health.begin_world()
         assert self._made is not None
-        groups.join(self._made)
+        self._joins = True
+        try:
+            groups.join(self._made)
+        finally:
+            self._joins = False
         rebuilding.renew(self._modules)
         self._beside.begin_world()
         self.doomed = False

@@ -39,16 +39,19 @@ def write(
     pieces = list(chunks(will.described))
     begin = _begin(len(head))
     fd = os.memfd_create("holdfast-will", os.MFD_CLOEXEC)
-    os.ftruncate(fd, begin + sum(size for _, size in pieces) or 1)
-    with mmap.mmap(fd, 0) as file, torch.no_grad(), _apart():
-        file[: _HEAD + len(head)] = len(head).to_bytes(_HEAD, "little") + head
-        memory = torch.frombuffer(file, dtype=torch.uint8)
-        for piece, size in pieces:
-            for key, at, dtype, shape in piece:
-                now = found.tensors[key].detach()
-                view(memory, begin + at, dtype, shape).copy_(instead.get(now.data_ptr(), now))
-            begin += size
-        del memory
+    with contextlib.ExitStack() as unless_whole:
+        unless_whole.callback(os.close, fd)
+        os.ftruncate(fd, begin + sum(size for _, size in pieces) or 1)
+        with mmap.mmap(fd, 0) as file, torch.no_grad(), _apart():
+            file[: _HEAD + len(head)] = len(head).to_bytes(_HEAD, "little") + head
+            memory = torch.frombuffer(file, dtype=torch.uint8)
+            for piece, size in pieces:
+                for key, at, dtype, shape in piece:
+                    now = found.tensors[key].detach()
+                    view(memory, begin + at, dtype, shape).copy_(instead.get(now.data_ptr(), now))
+                begin += size
+            del memory
+        unless_whole.pop_all()
     return fd
 
 

@@ -117,10 +117,7 @@ class Worlds:
     def _take_over(self, checkpointer: Checkpointer, decided: Decided) -> Restored:
         """Ranks of the last world are here, and have its state."""
         began_s, best = time.monotonic(), decided.best
-        self._torn = self._run.rank in decided.lack
-        if self._torn:
-            self._accumulation.lack()
-        handover.hand_over(checkpointer.together, decided, self._state)
+        handover.hand_over(checkpointer.together, decided, self._state, self._is_torn)
         self._torn = False
         if best.term >= 0:
             checkpointer.go_on(best.term)
@@ -131,6 +128,11 @@ class Worlds:
             here.report(messages.Restored(here.rank, here.generation, best.step, took_s, name))
         self._run.say(f"goes on from step {best.step} ({name})")
         return Restored(best.step, None, {}, name, None)
+
+    def _is_torn(self) -> None:
+        """What this rank has begins to change, and is nothing until all of the new state is there."""
+        self._torn = True
+        self._accumulation.lack()
 
     def _is_to_stop(self) -> bool:
         if self._requests is not None:
@@ -156,10 +158,15 @@ class Worlds:
             randomness.put_back(will.randomness)
         return will.offer
 
-    def _bequeath(self) -> int | None:
-        """A file with what this rank has, if it is whole. In another thread: the training's is stuck, or busy."""
+    def _bequeath(self) -> tuple[int, int] | None:
+        """A file with what this rank has, and the step that is of, if it is whole. In another thread: the training's is
+        stuck, or busy, and may have gone on while this was written."""
         assert self.survival is not None
         mine = self._offer()
         if mine == Offer():
             return None
-        return wills.write(self._state, mine, self.survival.randomness, self.survival.buffers)
+        fd = wills.write(self._state, mine, self.survival.randomness, self.survival.buffers)
+        if self._offer() != mine:
+            os.close(fd)
+            return None
+        return fd, mine.step

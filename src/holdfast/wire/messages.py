@@ -282,11 +282,12 @@ class Left(Message, frozen=True):
 
 
 class Bequeathed(Message, frozen=True):
-    """A rank cannot leave its world. Its state is in a file that it has open."""
+    """A rank cannot leave its world. Its state, as of that step, is in a file that it has open."""
 
     rank: int
     generation: int
     fd: int
+    step: int = -1
 
 
 class Poke(Message, frozen=True):

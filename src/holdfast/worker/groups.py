@@ -7,6 +7,7 @@ or for half an hour. So the connections that a gloo group makes are noted as it 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import os
@@ -25,6 +26,7 @@ from holdfast.wire.snapshots import STANDBY, STAYED
 
 SETTLE_S = 0.005
 STILL = 12  # looks, a quarter of a millisecond apart, between which nothing has moved
+ERRORS = 2  # a level of torch's C++ logs
 ESTABLISHED = 1  # as Linux has it in the first byte of tcp_info
 # What takes all ranks, or another one.
 COLLECTIVES = (
@@ -48,6 +50,7 @@ _settled = False  # this rank has what the others have
 _early = ""  # what the program called for all ranks before that
 _on_own_group: Callable[[str], None] | None = None
 _wanted: Made | None = None
+_level: int | None = None  # of those logs, while they are hushed
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 
 
@@ -182,6 +185,8 @@ def abort(store: bool = False) -> None:
         with contextlib.suppress(Exception):
             group.abort()
     stores = os.environ.get("MASTER_PORT", "") if store else ""
+    if stores:
+        _hush(True)
     with contextlib.ExitStack() as opened:
         closing = []
         for fd, inode in _open_sockets():
@@ -192,6 +197,19 @@ def abort(store: bool = False) -> None:
         for each in closing:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def _hush(hushed: bool) -> None:
+    """Whether torch's C++ keeps its warnings to itself: who waits at a store that is closed prints a page of frames."""
+    import torch
+
+    global _level
+    with contextlib.suppress(OSError, ValueError):  # a torch that has it elsewhere
+        flag = ctypes.c_int.in_dll(ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "FLAGS_caffe2_log_level")
+        if hushed and _level is None:
+            _level, flag.value = flag.value, max(ERRORS, flag.value)
+        elif not hushed and _level is not None:
+            flag.value, _level = _level, None
 
 
 def _settle(connections: list[socket.socket]) -> None:
@@ -255,5 +273,10 @@ def leave() -> None:
 def join(as_before: Made) -> None:
     """The group of the world that the environment names."""
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
+    # A group has the number of those before it in its name. One that could not be made has taken one, and new ranks
+    # begin with the first.
+    c10d._world.group_count = 0
+    _hush(False)
     dist.init_process_group(as_before.backend, timeout=as_before.timeout, device_id=as_before.device)

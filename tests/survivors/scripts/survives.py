@@ -113,6 +113,7 @@ def main() -> nn.Module:
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     args = parser.parse_args()
     kills = Kills(args.kills)
+    kills.at("import")
 
     dist.init_process_group("gloo")
     if args.early:
