@@ -83,7 +83,12 @@ class Checkpointer:
                 "there is a Checkpointer already, and its memory is this rank's; close() that one first"
             )
         desk = writing.attach()
-        has_agent = self._has_agent = together.agree(b"1" if desk is not None else b"0", min) == b"1"
+        try:
+            has_agent = self._has_agent = self._all_have(desk is not None)
+        except Exception:  # another rank is gone
+            if desk is not None:
+                desk.close()
+            raise
         Checkpointer._with_agent = weakref.ref(self) if has_agent else None
         if desk is not None and not has_agent:
             desk.close()
@@ -116,6 +121,10 @@ class Checkpointer:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         atexit.register(self._at_exit)
+
+    def _all_have(self, desk: bool) -> bool:
+        """Whether each rank has a desk from its agent."""
+        return self._together.agree(b"1" if desk else b"0", min) == b"1"
 
     # -- what users call ----------------------------------------------------------------------------------------------
 

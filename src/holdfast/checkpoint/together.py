@@ -65,6 +65,17 @@ class Together:
         """What rank 0 says."""
         return self.agree(said, lambda all_said: all_said[0])
 
+    def post(self, name: str, said: bytes) -> None:
+        """For one rank that fetches it."""
+        self._store.set(f"{self._name}/{name}", said)
+
+    def fetch(self, name: str) -> bytes:
+        """Once somebody has posted it."""
+        self._wait([f"{self._name}/{name}"])
+        said = bytes(self._store.get(f"{self._name}/{name}"))
+        self._store.delete_key(f"{self._name}/{name}")
+        return said
+
     def vote(self, name: str, yes: bool) -> None:
         """Say whether this rank can, and go on. Whoever is last counts."""
         if self.size == 1:

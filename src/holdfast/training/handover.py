@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint import boxes, contents
+from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.placing import prepare
 from holdfast.checkpoint.sources import Source
 from holdfast.checkpoint.together import Together
@@ -31,6 +32,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 class Said(msgspec.Struct, frozen=True, array_like=True):
     offer: Offer
     machine: str  # whose GPU it uses, if it does
+    desk: bool
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +42,7 @@ class Decided(msgspec.Struct, frozen=True, array_like=True):
     best: Offer
     lack: tuple[int, ...]
     near: bool = False  # all these can open the memory of each other's GPUs
+    desks: bool = False  # all ranks have one
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -48,21 +51,31 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     given: direct.Given | None = None  # where those of them are that need not be sent
 
 
-def agree(together: Together, mine: Offer) -> Decided | None:
-    """None: no rank has anything."""
+class Checkpoints(Checkpointer):
+    """Those of a world to which ranks bring a state along. What each has is told with the first thing that all are
+    asked anyway."""
 
-    def decide(said: list[bytes]) -> bytes:
-        ranks = [msgspec.json.decode(one, type=Said) for one in said]
-        offers = [each.offer for each in ranks]
-        best = max(offers, key=lambda offer: (offer.generation, offer.step, offer.done))
-        source = offers.index(best)
-        lack = tuple(rank for rank, offer in enumerate(offers) if offer != best)
-        machines = {ranks[rank].machine for rank in (source, *lack)}
-        return msgspec.json.encode(Decided(source, best, lack, near=len(machines) == 1 and "" not in machines))
+    def __init__(self, mine: Offer, directory: Any, state: dict[str, Any], **options: Any) -> None:
+        self._mine = mine
+        self.decided: Decided | None = None  # None: no rank has anything
+        super().__init__(directory, state, **options)
 
-    said = msgspec.json.encode(Said(mine, direct.machine()))
-    decided = msgspec.json.decode(together.agree(said, decide), type=Decided)
-    return decided if decided.best.step >= 0 else None
+    def _all_have(self, desk: bool) -> bool:
+        said = msgspec.json.encode(Said(self._mine, direct.machine(), desk))
+        decided = msgspec.json.decode(self.together.agree(said, _decide), type=Decided)
+        self.decided = decided if decided.best.step >= 0 else None
+        return decided.desks
+
+
+def _decide(said: list[bytes]) -> bytes:
+    ranks = [msgspec.json.decode(one, type=Said) for one in said]
+    offers = [each.offer for each in ranks]
+    best = max(offers, key=lambda offer: (offer.generation, offer.step, offer.done))
+    source = offers.index(best)
+    lack = tuple(rank for rank, offer in enumerate(offers) if offer != best)
+    machines = {ranks[rank].machine for rank in (source, *lack)}
+    near = len(machines) == 1 and "" not in machines
+    return msgspec.json.encode(Decided(source, best, lack, near, all(each.desk for each in ranks)))
 
 
 def hand_over(
@@ -73,13 +86,22 @@ def hand_over(
     if not decided.lack:
         return
     gives, takes = together.rank == decided.source, together.rank in decided.lack
+    # One alone gets it from one alone; with NCCL two ranks would need connections of their own for that.
+    alone = len(decided.lack) == 1 and not decided.near and "nccl" not in dist.get_backend()
+    if alone and not gives and not takes:
+        return
     tensors: dict[str, torch.Tensor] = {}
     told = b""
     if gives:
         found = contents.collect(state)
         tensors = {key: tensor.detach() for key, tensor in found.tensors.items()}
         told = msgspec.json.encode(described(found, direct.give(tensors) if decided.near else None))
-    told = together.agree(told, lambda said: said[decided.source])
+    if not alone:
+        told = together.agree(told, lambda said: said[decided.source])
+    elif gives:
+        together.post("state", told)
+    else:
+        told = together.fetch("state")
     theirs = msgspec.json.decode(told, type=Described)
     finish = []
     if takes:
@@ -92,7 +114,7 @@ def hand_over(
         if together.agree(b"1" if taken else b"0", min) == b"1":
             rest = [each for each in theirs.tensors if each[0] not in theirs.given.pieces]
             theirs = msgspec.structs.replace(theirs, tensors=rest)
-    _broadcast(decided.source, theirs, tensors, gives, takes, changes)
+    _send(decided.source, decided.lack[0] if alone else None, theirs, tensors, gives, takes, changes)
     for each in finish:
         each()
 
@@ -114,16 +136,17 @@ class Peer(Source):
         return self._described.get(key)
 
 
-def _broadcast(
+def _send(
     source: int,
+    to: int | None,
     described: Described,
     tensors: Mapping[str, torch.Tensor],
     gives: bool,
     takes: bool,
     changes: Callable[[], None],
 ) -> None:
-    """In few pieces, each a buffer that is packed here and unpacked there. Those that have it all take part, too: a
-    collective is a matter of all ranks."""
+    """To one, or to all, in few pieces, each a buffer that is packed here and unpacked there. In the latter case those
+    that have it take part, too: a collective is a matter of all ranks."""
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
     with torch.no_grad():
         for chunk, size in chunks(described):
@@ -132,7 +155,12 @@ def _broadcast(
             if gives:
                 for key, part in views.items():
                     part.copy_(tensors[key])
-            dist.broadcast(buffer, source)
+            if to is None:
+                dist.broadcast(buffer, source)
+            elif gives:
+                dist.send(buffer, to)
+            else:
+                dist.recv(buffer, source)
             if takes:
                 changes()
                 for key, part in views.items():

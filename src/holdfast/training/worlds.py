@@ -14,7 +14,7 @@ from holdfast.checkpoint.restore import Restored
 from holdfast.training import handover, rebuilding, survival, wills
 from holdfast.training.accumulation import Accumulation
 from holdfast.training.cursors import Cursors
-from holdfast.training.handover import Decided, Offer
+from holdfast.training.handover import Checkpoints, Decided, Offer
 from holdfast.training.options import Options
 from holdfast.training.requests import Requests
 from holdfast.wire import messages
@@ -92,8 +92,8 @@ class Worlds:
     def _enter(self, mine: Offer) -> Restored | None:
         """Go on from the newest state that is anywhere: in the memory of another rank, in a snapshot, on storage."""
         options = self._options
-        checkpointer = self.checkpointer = Checkpointer(
-            options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
+        checkpointer = self.checkpointer = Checkpoints(
+            mine, options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
             keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
             every_minutes=options.save_minutes, memory_every=options.memory_every, shared=options.shared,
         )  # fmt: skip
@@ -102,8 +102,8 @@ class Worlds:
             checkpointer.stays = self.survival.leave_at_boundary
         checkpointer.rank_state = self._cursors.own_state
         checkpointer.told = self._accumulation.told
-        if (decided := handover.agree(checkpointer.together, mine)) is not None:
-            return self._take_over(checkpointer, decided)
+        if checkpointer.decided is not None:
+            return self._take_over(checkpointer, checkpointer.decided)
         self._torn = True
         restored = checkpointer.restore()
         self._torn = False
