@@ -59,6 +59,9 @@ def _serve(channel_fd: int, extra: tuple[str, ...]) -> Work:
         except Exception as failure:
             link.send(messages.NotReady(f"cannot import torch: {type(failure).__name__}: {failure}"))
             os._exit(1)
+        from holdfast.worker import phases
+
+        phases.wrap()
         refused = {}
     gc.freeze()  # a collection in a child would otherwise write to, and so copy, every page of these objects
     _settle_threads()

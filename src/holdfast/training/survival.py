@@ -33,7 +33,7 @@ from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
 IDLE_S = 0.01
-BUSY = 12  # looks at a rank that is late, after which its state has to leave without it even if it does something
+BUSY = 20  # looks at a rank that is late, after which its state has to leave without it even if it does something
 LAST_S = 0.2
 
 _active: Survival | None = None
@@ -113,7 +113,9 @@ class Survival:
         before_s, self._worked_s = self._worked_s, time.clock_gettime(self._main)
         if self._late == 1:
             groups.abort(store=True)
-        elif self._will < 0 and (self._worked_s - before_s < IDLE_S or self._late >= BUSY):
+        # One that waits for its GPU does nothing, either, and gets out when that is done.
+        idle = self._worked_s - before_s < IDLE_S and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if self._late > 1 and self._will < 0 and (idle or self._late >= BUSY):
             here, generation = self._place, self._place.generation
             if (will := self.bequeath()) is None:
                 return
