@@ -117,6 +117,22 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
     assert job.events("ranks.signalled") == []
 
 
+def test_a_rank_is_killed_in_a_save(job: Job, undisturbed: Any) -> None:
+    """As its state is asked for."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "state"}]) == 0, job.err
+    check(job, undisturbed(), {1})
+
+
+@pytest.mark.parametrize(
+    "after_s", [0.002, pytest.param(0.0, marks=pytest.mark.long), pytest.param(0.005, marks=pytest.mark.long)]
+)
+def test_a_message_is_cut_off_in_its_middle(job: Job, undisturbed: Any, after_s: float) -> None:
+    """Gradients of 4 MB are on their way when their rank is killed."""
+    kills = [{"rank": 1, "step": 11, "at": "backward", "how": "soon", "s": after_s}]
+    assert run(job, kills, "--hidden=65536") == 0, job.err
+    check(job, undisturbed("--hidden=65536"), {1})
+
+
 @pytest.mark.parametrize("flag", ["--buffers", pytest.param("--dropout", marks=pytest.mark.long)])
 def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: str) -> None:
     """Buffers, which DDP sends round before each forward, and random numbers."""
@@ -141,21 +157,30 @@ def test_two_at_once(job: Job, undisturbed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["import", "load", "state"], ids=["the new rank, early", "the new rank", "the one that has the state"]
+    ("at", "soon"),
+    [
+        ("import", {}),
+        ("load", {}),
+        ("state", {}),
+        pytest.param("state", {"how": "soon", "s": 0.001}, marks=pytest.mark.long),
+    ],
+    ids=["the new rank, early", "the new rank", "the one that has the state", "that one, a little later"],
 )
-def test_killed_in_the_recovery_itself(job: Job, undisturbed: Any, at: str) -> None:
+def test_killed_in_the_recovery_itself(job: Job, undisturbed: Any, at: str, soon: dict[str, Any]) -> None:
     """Early: while the others wait for it to come."""
     rank = 0 if at == "state" else 1
     kills: list[dict[str, Any]] = [{"rank": 1, "step": 11, "at": "backward"}]
-    kills.append({"rank": rank, "generation": 1, "at": at})
+    kills.append({"rank": rank, "generation": 1, "at": at, **soon})
     assert run(job, kills) == 0, job.err
     check(job, undisturbed(), {rank, 1})
     assert ["stay" in incident["action"] for incident in job.incidents()] == [True, True]
 
 
-def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed: Any) -> None:
+@pytest.mark.parametrize("how", ["stuck", pytest.param("gil", marks=pytest.mark.long)])
+def test_one_that_does_not_get_out_is_killed_and_replaced(job: Job, undisturbed: Any, how: str) -> None:
+    """It may keep all other threads of its process waiting, too."""
     kills = [
-        {"rank": 2, "step": 11, "at": "after step", "how": "stuck"},
+        {"rank": 2, "step": 11, "at": "after step", "how": how},
         {"rank": 1, "step": 12, "at": "forward", "after": 0},
     ]
     assert run(job, kills) == 0, job.err
@@ -177,10 +202,11 @@ def test_the_last_one_that_has_the_state_does_not_get_out(how: str, job: Job, un
     assert signalled["ranks"] == [0] and "has left its state" in signalled["why"]
 
 
-def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job) -> None:
+@pytest.mark.parametrize("name", ["ValueError", pytest.param("RuntimeError", marks=pytest.mark.long), "OSError"])
+def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job, name: str) -> None:
     """The rank ends by it, and the others stay."""
-    assert run(job, [{"rank": 1, "step": 11, "at": "forward", "how": "raise"}], "--train") == 0, job.err
-    assert "ValueError: of the program's own" in job.err
+    assert run(job, [{"rank": 1, "step": 11, "at": "forward", "raises": name}], "--train") == 0, job.err
+    assert f"{name}: of the program's own" in job.err
     [incident] = job.incidents()
     assert (incident["kind"], incident["rank"]) == ("error", 1)
     assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1]

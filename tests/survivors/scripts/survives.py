@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import builtins
+import ctypes
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,14 +45,19 @@ class Kills:
                     continue
                 while not (STATE / f"killed.{kill.get('after', number)}").exists():
                     time.sleep(0.005)
-                if kill.get("how") == "raise":
-                    raise ValueError("of the program's own")
+                if (name := kill.get("raises")) is not None:
+                    raise getattr(builtins, name)("of the program's own")
                 if kill.get("how") == "stuck":
                     time.sleep(60)
+                if kill.get("how") == "gil":
+                    ctypes.PyDLL(None).sleep(60)
                 if kill.get("how") == "busy":
                     until_s = time.monotonic() + 60
                     while time.monotonic() < until_s:
                         torch.ones(100) @ torch.ones(100)
+                if kill.get("how") == "soon":  # in what comes next
+                    threading.Timer(kill["s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    return
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,6 +110,7 @@ def main() -> nn.Module:
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("--dropout", action="store_true")
+    parser.add_argument("--hidden", type=int, default=32, help="neurons: of many, a message has megabytes")
     parser.add_argument("--train", action="store_true", help="by run.train")
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
     parser.add_argument("--group", action="store_true", help="that is in a group of its own")
@@ -119,11 +128,11 @@ def main() -> nn.Module:
     if args.early:
         dist.barrier()
     torch.manual_seed(0)
-    first = nn.Linear(WIDTH, 32)
+    first = nn.Linear(WIDTH, args.hidden)
     layers: list[nn.Module] = [first, nn.GELU()]
-    layers += [nn.BatchNorm1d(32)] if args.buffers else []
+    layers += [nn.BatchNorm1d(args.hidden)] if args.buffers else []
     layers += [nn.Dropout(0.2)] if args.dropout else []
-    plain = nn.Sequential(*layers, nn.Linear(32, WIDTH))
+    plain = nn.Sequential(*layers, nn.Linear(args.hidden, WIDTH))
     model: nn.Module = sharded(plain) if args.fsdp else DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
