@@ -150,6 +150,16 @@ def test_what_must_not_end_a_world(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    plan = every("slow-rank", more="rank = 1\nfor_s = 6")
+    code, campaign = run(tmp_path, plan, "--no-twin", epochs=20)
+    assert code == 0, told(tmp_path)
+    [run_dir] = (campaign / "job" / "logs" / "0").iterdir()
+    notes = [noted.what for noted in record.read(run_dir / record.NAME)]
+    assert [what.rank for what in notes if isinstance(what, record.StragglerFound)] == [1]
+
+
+@pytest.mark.long
 def test_the_loss_of_the_whole_job_and_of_its_newest_checkpoint(tmp_path: Path) -> None:
     plan = "".join(f'[[fault]]\nkind = "{kind}"\nevery_s = 1.5\n' for kind in ("job-loss", "torn-file", "bit-flip"))
     code, campaign = run(tmp_path, plan, "--no-twin", epochs=30)
