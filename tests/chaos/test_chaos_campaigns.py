@@ -118,6 +118,18 @@ def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     assert [pid for pid in below if linux.state(pid) not in ("", "Z")] == []
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-twin",)], ids=["with a twin", "alone"])
+def test_a_job_that_never_begins(flags: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(every("kill"))
+    command = [sys.executable, "-m", "holdfast", "chaos", "run", "plan.toml", *flags, "--", "nosuch.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("holdfast chaos: the ")
+    assert "holdfast run: there is no script 'nosuch.py'; check its path; see " in last
+    assert Path(last.rpartition("see ")[2]).is_file()
+
+
 def wait_a_moment(pid: int) -> None:
     """For a moment, or for the end of the process."""
     fd = os.pidfd_open(pid)

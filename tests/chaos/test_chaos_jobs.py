@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
-from holdfast.chaos import disk, job
+from holdfast.chaos import disk, job, weights
 
 
 def test_output_is_kept_to_a_size_and_the_last_word_on_weights_counts(tmp_path: Path) -> None:
     output = job.Output(tmp_path / "out")
     reading, writing = os.pipe()
-    output.follow(os.fdopen(reading, "rb"))
-    [reader] = [thread for thread in threading.enumerate() if thread.name == "holdfast-output"]
+    reader = output.follow(os.fdopen(reading, "rb"))
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(b"final weights: early\n")
         for number in range(3):
@@ -39,3 +37,19 @@ def test_nobody_elses_disk_is_filled(tmp_path: Path) -> None:
 def test_without_a_second_checkpoint_nothing_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(disk.NotHere, match=r"there are 0 checkpoints in .*, and 2 are needed"):
         disk.damage(tmp_path, "bit-flip", 0.5)
+
+
+def test_the_last_word_is_heard_before_an_agent_is_gone(tmp_path: Path) -> None:
+    """However much of what it said is still in the pipe."""
+    out, err = job.Output(tmp_path / "out"), job.Output(tmp_path / "err")
+    said = "yes | head -c 60000; echo 'final weights: abc'"
+    agent = job.Agent(["sh", "-c", said], os.environ, tmp_path / "logs", out, err)
+    agent.process.wait(30)
+    agent.kill()
+    assert out.digest == "abc"
+
+
+def test_weights_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "READ_S", 0.01)
+    with pytest.raises(ValueError, match=r"the weights cannot be read: not done after 0\.01 s"):
+        weights.digests(tmp_path)

@@ -49,8 +49,11 @@ class Output:
         self._path = path
         self.digest = ""
 
-    def follow(self, stream: IO[bytes]) -> None:
-        threading.Thread(target=self._read, args=(stream,), daemon=True, name="holdfast-output").start()
+    def follow(self, stream: IO[bytes]) -> threading.Thread:
+        """Who reads it, up to its end."""
+        reader = threading.Thread(target=self._read, args=(stream,), daemon=True, name="holdfast-output")
+        reader.start()
+        return reader
 
     def _read(self, stream: IO[bytes]) -> None:
         with stream, open(self._path, "ab", buffering=0) as file:
@@ -87,8 +90,7 @@ class Agent:
             argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert self.process.stdout is not None and self.process.stderr is not None
-        out.follow(self.process.stdout)
-        err.follow(self.process.stderr)
+        self._outputs = (out.follow(self.process.stdout), err.follow(self.process.stderr))
 
     def take(self) -> None:
         """What is new in its record."""
@@ -135,6 +137,8 @@ class Agent:
         self.process.wait()
         for pid in below:
             linux.end(pid, END_S)
+        for reader in self._outputs:
+            reader.join(END_S)  # its last words; a process that got away may still hold the stream
 
     def close(self) -> None:
         if self._reader is not None:
