@@ -100,7 +100,8 @@ def judged_again(folder: Path, campaign: Path, fault: Injected) -> None:
     assert "fault 99 (kill) has no incident in generation 77" in done.stdout
 
 
-def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_campaign_that_is_ended_leaves_nothing(signum: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, every("kill", more="count = 1000"), "--no-twin", epochs=1000)
     err = tmp_path / "err"
     try:
@@ -109,12 +110,15 @@ def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
             wait_a_moment(process.pid)
         below = list(linux.descendants(process.pid))
         assert below
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 1
+        process.send_signal(signum)
+        assert process.wait(WAIT_S) == (1 if signum == signal.SIGTERM else -signum)
     finally:
         process.kill()
         process.wait()
-    assert "interrupted; the job was ended" in err.read_text()
+    if signum == signal.SIGTERM:
+        assert "interrupted; the job was ended" in err.read_text()
+    else:
+        linux.wait_for_end(below, WAIT_S)  # nobody is left who could
     assert [pid for pid in below if linux.state(pid) not in ("", "Z")] == []
 
 

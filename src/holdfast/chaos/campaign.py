@@ -21,6 +21,7 @@ from holdfast.chaos.hands import Etcd, Hands, Links
 from holdfast.chaos.inside import VARIABLE
 from holdfast.chaos.job import LIVES, Job
 from holdfast.chaos.kinds import ETCD, KINDS, ROOT, Hand
+from holdfast.chaos.network import Network, NetworkError
 from holdfast.chaos.plan import Plan, Wrong
 from holdfast.chaos.verdict import WEIGHTS, Verdict, Weights
 
@@ -137,7 +138,10 @@ def _run_job(folder: Path, planned: Plan, seed: int, argv: Sequence[str], say: S
         job = Job(folder / "job", _command(argv, planned.nodes, links, endpoint), env, planned.nodes, namespace)
         hands = Hands(folder, job, checkpoints, links, etcd)
         say(f"{len(dues)} faults from seed {seed}; {folder / 'faults.jsonl'} has each as it is done")
-        ended = Conductor(folder, job, hands, dues, planned.limit_s, say, lambda: stop.asked).run(seed)
+        try:
+            ended = Conductor(folder, job, hands, dues, planned.limit_s, say, lambda: stop.asked).run(seed)
+        except NetworkError as failure:
+            raise Failed(f"the network between the nodes: {failure}; {folder} has what there is") from None
         _write(folder / ENDED, ended)
     return ended.digest
 
@@ -200,8 +204,6 @@ def _free_port(address: str) -> int:
 def _links(planned: Plan, undo: contextlib.ExitStack) -> Links | None:
     if not any(KINDS[name].hand is Hand.LINK for name in plan.kinds_of(planned)):
         return None
-    from holdfast.chaos.network import Network, NetworkError
-
     try:
         return undo.enter_context(Network(planned.nodes))
     except (NetworkError, OSError) as failure:

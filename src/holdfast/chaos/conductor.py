@@ -90,9 +90,11 @@ class Conductor:
     def run(self, seed: int) -> Ended:
         start_s = self._alive_s = time.monotonic()
         self._arm_steps()
-        self._job.begin()
-        self._hands.tell_ranks()
-        try:
+        with contextlib.ExitStack() as undo:  # all of it, whatever fails
+            undo.callback(self._job.kill)
+            undo.callback(self._mend)
+            self._job.begin()
+            self._hands.tell_ranks()
             while self._job.code is None and not self._stopped():
                 self._tick(time.monotonic())
                 if time.monotonic() - self._alive_s > 2 * self._limit_s:
@@ -102,16 +104,18 @@ class Conductor:
             self._job.take()
             self._read_faults()
             code = self._job.code
-        finally:
-            if self._active is not None and self._active.mend is not None:
-                self._active.mend()
-            self._job.kill()
         left = [due for due in [*self._armed, *self._waiting] if due.number not in self._seen]
         passed_over = [*self._passed_over, *(f"{due.what}: the job had ended" for due in left)]
         return Ended(
             code, self._planned, seed, time.monotonic() - start_s, start_s, tuple(passed_over),
             tuple(self._unanswered), tuple(self._job.leftovers()), self._job.digest,
         )  # fmt: skip
+
+    def _mend(self) -> None:
+        """What the fault has broken. It is not tried again: what fails once has failed half way."""
+        if self._active is not None and self._active.mend is not None:
+            mend, self._active.mend = self._active.mend, None
+            mend()
 
     def _arm_steps(self) -> None:
         """What a rank does to itself at a step, it is told before it starts."""
@@ -199,8 +203,7 @@ class Conductor:
         due = active.due
         active.injected = active.injected or self._seen.get(due.number)
         if active.mend is not None and now_s - active.since_s >= due.for_s:
-            active.mend()
-            active.mend = None
+            self._mend()
         if active.injected is not None and active.mend is None and self._is_over(active, now_s):
             self._say(self._told(active, now_s))
         elif now_s - active.since_s > self._limit_s + due.for_s:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -86,8 +87,14 @@ class Agent:
         self.run_dir = ""
         self.state = State()
         self.writer: int | None = None  # its pid
+        # It dies with the campaign, also with one that is killed; its janitor sees that, and ends all that is below it.
         self.process = subprocess.Popen(
-            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=partial(linux.die_with_parent, os.getpid()),
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self._outputs = (out.follow(self.process.stdout), err.follow(self.process.stderr))
@@ -171,7 +178,9 @@ class Job:
         self.life += 1
         for agent in self.agents:
             agent.close()
-        self.agents = [self._start(node) for node in range(self._nodes)]
+        self.agents = []
+        for node in range(self._nodes):
+            self.agents.append(self._start(node))
 
     def start_node(self, node: int) -> None:
         self.agents[node].close()
@@ -221,8 +230,9 @@ class Job:
         return next((code for code in codes if code), 0)
 
     def kill(self) -> None:
-        for agent in self.agents:
-            agent.kill()
+        with contextlib.ExitStack() as undo:  # all of them, whatever fails
+            for agent in self.agents:
+                undo.callback(agent.kill)
 
     def leftovers(self) -> list[str]:
         """What of it is still there a moment after its end."""
