@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.chaos import disk, job, weights
+from holdfast.chaos import disk, faults, job, weights
+from holdfast.chaos.hands import Hands
+from holdfast.chaos.kinds import KINDS
+from holdfast.chaos.plan import Due
+from holdfast.checkpoint.storage import open_storage
+from holdfast.observe.state import State
+from states import save
 
 
 def test_output_is_kept_to_a_size_and_the_last_word_on_weights_counts(tmp_path: Path) -> None:
@@ -53,3 +60,34 @@ def test_weights_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(weights, "READ_S", 0.01)
     with pytest.raises(ValueError, match=r"the weights cannot be read: not done after 0\.01 s"):
         weights.digests(tmp_path)
+
+
+class Lives:
+    """A job that is killed and begun again, and nothing else."""
+
+    def __init__(self) -> None:
+        self.life = 0
+        self.state = State()
+        self.told: list[str] = []
+
+    def kill(self) -> None:
+        self.told.append("killed")
+
+    def begin(self) -> None:
+        self.life += 1
+        self.told.append("begun")
+
+
+def test_a_job_is_begun_again_though_its_files_could_not_be_damaged(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints"
+    storage = open_storage(str(saved))
+    for step in (1, 2):
+        assert all(outcome.committed for outcome in save(storage, step))
+    for part in saved.glob("step_*2/*.bin"):
+        os.truncate(part, 0)
+    lives: Any = Lives()
+    hands = Hands(tmp_path, lives, saved)
+    with pytest.raises(disk.NotHere, match=r"there is nothing in .*step_0*2 to damage"):
+        hands.strike(Due(1, KINDS["bit-flip"], chance=0.5), 2, 2)
+    assert lives.told == ["killed", "begun"]
+    assert not (tmp_path / faults.NAME).exists()
