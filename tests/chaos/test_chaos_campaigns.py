@@ -100,7 +100,8 @@ def judged_again(folder: Path, campaign: Path, fault: Injected) -> None:
     assert "fault 99 (kill) has no incident in generation 77" in done.stdout
 
 
-def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_campaign_that_is_ended_leaves_nothing(signum: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, every("kill", more="count = 1000"), "--no-twin", epochs=1000)
     err = tmp_path / "err"
     try:
@@ -109,13 +110,28 @@ def test_a_campaign_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
             wait_a_moment(process.pid)
         below = list(linux.descendants(process.pid))
         assert below
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 1
+        process.send_signal(signum)
+        assert process.wait(WAIT_S) == (1 if signum == signal.SIGTERM else -signum)
     finally:
         process.kill()
         process.wait()
-    assert "interrupted; the job was ended" in err.read_text()
+    if signum == signal.SIGTERM:
+        assert "interrupted; the job was ended" in err.read_text()
+    else:
+        linux.wait_for_end(below, WAIT_S)  # nobody is left who could
     assert [pid for pid in below if linux.state(pid) not in ("", "Z")] == []
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-twin",)], ids=["with a twin", "alone"])
+def test_a_job_that_never_begins(flags: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(every("kill"))
+    command = [sys.executable, "-m", "holdfast", "chaos", "run", "plan.toml", *flags, "--", "nosuch.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("holdfast chaos: the ")
+    assert "holdfast run: there is no script 'nosuch.py'; check its path; see " in last
+    assert Path(last.rpartition("see ")[2]).is_file()
 
 
 def wait_a_moment(pid: int) -> None:
@@ -147,6 +163,16 @@ def test_what_must_not_end_a_world(tmp_path: Path) -> None:
     [run_dir] = (campaign / "job" / "logs" / "0").iterdir()
     failed = [each for each in record.read(run_dir / record.NAME) if isinstance(each.what, record.CheckpointFailed)]
     assert failed  # the writer was lost, and the disk was full
+
+
+@pytest.mark.long
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    plan = every("slow-rank", more="rank = 1\nfor_s = 6")
+    code, campaign = run(tmp_path, plan, "--no-twin", epochs=20)
+    assert code == 0, told(tmp_path)
+    [run_dir] = (campaign / "job" / "logs" / "0").iterdir()
+    notes = [noted.what for noted in record.read(run_dir / record.NAME)]
+    assert [what.rank for what in notes if isinstance(what, record.StragglerFound)] == [1]
 
 
 @pytest.mark.long

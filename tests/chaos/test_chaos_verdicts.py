@@ -152,6 +152,56 @@ def test_a_slow_rank_is_not_to_blame_for_a_kill_in_the_same_world() -> None:
     assert broken(judge(story)) == {}
 
 
+def slowed(own_us: tuple[int, ...], looks: int, for_s: float = 100.0, nodes: int = 1) -> Story:
+    """Rank 1 is slow from some moment on; what each rank needed for itself in each look after that."""
+    story = Story().tell(record.WorldLaunched(0, 2, 0, group_size=nodes)).fault("slow-rank", 0, for_s=for_s)
+    story.tell(record.RankFirstStep(0, 0))
+    for look in range(looks):
+        story.tell(record.Progress(0, 0, 10 + look, (10 + look,), own_us=own_us))
+    return story
+
+
+def test_a_slow_rank_that_nobody_names() -> None:
+    # Of five looks the first has steps from before, and the last may have come with the end.
+    [wrong] = broken(judge(slowed((20_000, 70_000), 5).end()))[ANSWERS]
+    assert wrong == "fault 1 (slow-rank) slowed rank 1 in 3 looks in a row, and the record does not name it"
+    named = slowed((20_000, 70_000), 5).tell(record.StragglerFound(0, 1, 0.07, 0.02, 3.5, 3)).end()
+    assert broken(judge(named)) == {}
+    other = slowed((20_000, 70_000), 5).tell(record.StragglerFound(0, 0, 0.07, 0.02, 3.5, 3)).end()
+    assert list(broken(judge(other))) == [ANSWERS]
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        slowed((20_000, 70_000), 4),
+        slowed((20_000, 70_000), 20, for_s=0.35),
+        slowed((20_000, 21_000), 20),
+        slowed((), 20),
+        slowed((20_000, 70_000), 20, nodes=2),
+    ],
+    ids=["few looks", "too short", "hardly slower", "not measured", "several nodes"],
+)
+def test_a_slow_rank_that_nobody_need_have_seen(story: Story) -> None:
+    assert broken(judge(story.end())) == {}
+
+
+def writer_lost(*later: What, pid: int = 7, steps: int = 60) -> Story:
+    story = Story().world(0, 0).tell(record.WriterStarted(7)).fault("writer-loss", 0, rank=None, pid=pid)
+    for what in later:
+        story.tell(what)
+    for step in range(steps):
+        story.tell(record.Progress(0, 0, 20 + step, (20 + step,)))
+    return story.end()
+
+
+def test_the_end_of_a_writer_is_told() -> None:
+    assert broken(judge(writer_lost(record.WriterEnded(7, -9)))) == {}
+    [wrong] = broken(judge(writer_lost(record.WriterEnded(8, -9))))[ANSWERS]
+    assert wrong == "fault 1 (writer-loss) killed process 7, and the record has no writer.ended of it"
+    assert broken(judge(writer_lost(steps=20))) == {}  # the record goes on for too short
+
+
 def test_a_generation_that_repeats_and_one_that_is_left_out() -> None:
     story = Story().world(0, 0).fault("kill", 0).incident(0, Kind.SIGNAL).world(0, 1).end("signal")
     assert broken(judge(story))[GENERATIONS] == ("life 0, node 0: generation 0 follows 0",)

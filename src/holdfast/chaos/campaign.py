@@ -19,8 +19,9 @@ from holdfast.chaos import disk, plan, verdict, weights
 from holdfast.chaos.conductor import ENDED, LAST, Conductor
 from holdfast.chaos.hands import Etcd, Hands, Links
 from holdfast.chaos.inside import VARIABLE
-from holdfast.chaos.job import Job
+from holdfast.chaos.job import LIVES, Job
 from holdfast.chaos.kinds import ETCD, KINDS, ROOT, Hand
+from holdfast.chaos.network import Network, NetworkError
 from holdfast.chaos.plan import Plan, Wrong
 from holdfast.chaos.verdict import WEIGHTS, Verdict, Weights
 
@@ -81,6 +82,8 @@ def run(folder: Path, path: str, planned: Plan, seed: int, argv: Sequence[str], 
     ended = _run_job(folder, planned, seed, argv, say, stop)
     if stop.asked:
         raise Failed(f"interrupted; the job was ended, and {folder} has what there is")
+    if not (folder / "job" / LIVES).exists():
+        raise Failed(f"the job has ended before it began{_last_words(folder / 'job' / 'err')}")
     if twins is not None:
         with contextlib.suppress(OSError):
             _write(folder / WEIGHTS, _weights(folder, twins, ended))
@@ -109,7 +112,7 @@ def _run_twin(folder: Path, argv: Sequence[str], nodes: int, say: Say, stop: Sto
     if stop.asked:
         raise Failed("interrupted; the twin was ended")
     if code != 0:
-        raise Failed(f"the undisturbed job itself ended with exit code {code}; see {folder / 'twin' / 'err'}")
+        raise Failed(f"the undisturbed job itself ended with exit code {code}{_last_words(folder / 'twin' / 'err')}")
     say(f"the twin was done in {time.monotonic() - began_s:.1f} s")
     return job.digest
 
@@ -135,9 +138,19 @@ def _run_job(folder: Path, planned: Plan, seed: int, argv: Sequence[str], say: S
         job = Job(folder / "job", _command(argv, planned.nodes, links, endpoint), env, planned.nodes, namespace)
         hands = Hands(folder, job, checkpoints, links, etcd)
         say(f"{len(dues)} faults from seed {seed}; {folder / 'faults.jsonl'} has each as it is done")
-        ended = Conductor(folder, job, hands, dues, planned.limit_s, say, lambda: stop.asked).run(seed)
+        try:
+            ended = Conductor(folder, job, hands, dues, planned.limit_s, say, lambda: stop.asked).run(seed)
+        except NetworkError as failure:
+            raise Failed(f"the network between the nodes: {failure}; {folder} has what there is") from None
         _write(folder / ENDED, ended)
     return ended.digest
+
+
+def _last_words(err: Path) -> str:
+    with contextlib.suppress(OSError):
+        if lines := err.read_text(errors="replace").strip().splitlines():
+            return f": {lines[-1].strip()}; see {err}"
+    return "; it has said nothing"
 
 
 def _weights(folder: Path, twins: str, ours: str) -> Weights:
@@ -191,8 +204,6 @@ def _free_port(address: str) -> int:
 def _links(planned: Plan, undo: contextlib.ExitStack) -> Links | None:
     if not any(KINDS[name].hand is Hand.LINK for name in plan.kinds_of(planned)):
         return None
-    from holdfast.chaos.network import Network, NetworkError
-
     try:
         return undo.enter_context(Network(planned.nodes))
     except (NetworkError, OSError) as failure:

@@ -65,9 +65,12 @@ class Conductor:
         limit_s: float,
         say: Say,
         stopped: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder, self._job, self._hands, self._say = folder, job, hands, say
         self._limit_s, self._stopped = limit_s, stopped
+        self._clock, self._sleep = clock, sleep
         self._planned = len(dues)
         self._waiting = list(dues)
         self._armed: list[Due] = []
@@ -88,30 +91,34 @@ class Conductor:
         self._unanswered: list[int] = []
 
     def run(self, seed: int) -> Ended:
-        start_s = self._alive_s = time.monotonic()
+        start_s = self._alive_s = self._clock()
         self._arm_steps()
-        self._job.begin()
-        self._hands.tell_ranks()
-        try:
+        with contextlib.ExitStack() as undo:  # all of it, whatever fails
+            undo.callback(self._job.kill)
+            undo.callback(self._mend)
+            self._job.begin()
+            self._hands.tell_ranks()
             while self._job.code is None and not self._stopped():
-                self._tick(time.monotonic())
-                if time.monotonic() - self._alive_s > 2 * self._limit_s:
+                self._tick(self._clock())
+                if self._clock() - self._alive_s > 2 * self._limit_s:
                     self._say(f"the job has not trained for {2 * self._limit_s:g} s; it is killed")
                     break
-                time.sleep(TICK_S)
+                self._sleep(TICK_S)
             self._job.take()
             self._read_faults()
             code = self._job.code
-        finally:
-            if self._active is not None and self._active.mend is not None:
-                self._active.mend()
-            self._job.kill()
         left = [due for due in [*self._armed, *self._waiting] if due.number not in self._seen]
         passed_over = [*self._passed_over, *(f"{due.what}: the job had ended" for due in left)]
         return Ended(
-            code, self._planned, seed, time.monotonic() - start_s, start_s, tuple(passed_over),
+            code, self._planned, seed, self._clock() - start_s, start_s, tuple(passed_over),
             tuple(self._unanswered), tuple(self._job.leftovers()), self._job.digest,
         )  # fmt: skip
+
+    def _mend(self) -> None:
+        """What the fault has broken. It is not tried again: what fails once has failed half way."""
+        if self._active is not None and self._active.mend is not None:
+            mend, self._active.mend = self._active.mend, None
+            mend()
 
     def _arm_steps(self) -> None:
         """What a rank does to itself at a step, it is told before it starts."""
@@ -199,8 +206,7 @@ class Conductor:
         due = active.due
         active.injected = active.injected or self._seen.get(due.number)
         if active.mend is not None and now_s - active.since_s >= due.for_s:
-            active.mend()
-            active.mend = None
+            self._mend()
         if active.injected is not None and active.mend is None and self._is_over(active, now_s):
             self._say(self._told(active, now_s))
         elif now_s - active.since_s > self._limit_s + due.for_s:
@@ -273,7 +279,10 @@ class Conductor:
                 if not line.endswith(b"\n"):
                     break
                 self._noted += len(line)
-                injected = msgspec.json.decode(line, type=Injected)
+                try:
+                    injected = msgspec.json.decode(line, type=Injected)
+                except msgspec.MsgspecError:
+                    continue  # a rank that was killed may have left half of one
                 self._seen[injected.number] = injected
                 self._record(injected)
 

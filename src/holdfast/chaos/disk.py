@@ -27,18 +27,23 @@ class Damage(msgspec.Struct, frozen=True):
 
 
 def damage(checkpoints: Path, kind: str, chance: float) -> Damage:
-    """To the newest checkpoint, when there is one before it to go back to."""
+    """To the newest checkpoint, when there is one before it to go back to. Raises NotHere and OSError."""
     from holdfast.checkpoint import catalogue
+    from holdfast.checkpoint.errors import CheckpointError
     from holdfast.checkpoint.storage import open_storage
 
-    there = [found for found in catalogue.find(open_storage(str(checkpoints))).found if not found.superseded]
+    try:
+        there = [found for found in catalogue.find(open_storage(str(checkpoints))).found if not found.superseded]
+    except CheckpointError as why:
+        raise NotHere(str(why)) from None
     there.sort(key=lambda found: found.step or 0, reverse=True)
     if len(there) < 2:
         raise NotHere(f"there are {len(there)} checkpoints in {checkpoints}, and 2 are needed")
     newest = there[0]
     path = checkpoints / newest.name
-    file = max(path.glob("*.bin"), key=lambda part: part.stat().st_size) if path.is_dir() else path
-    size = file.stat().st_size
+    size, file = max(((part.stat().st_size, part) for part in _parts(path)), default=(0, path))
+    if not size:
+        raise NotHere(f"there is nothing in {path} to damage")
     if kind == "torn-file":
         os.truncate(file, size // 2)
         text = f"cut from {size} to {size // 2} bytes"
@@ -51,6 +56,10 @@ def damage(checkpoints: Path, kind: str, chance: float) -> Damage:
             bytes_.write(bytes([byte ^ bit]))
         text = f"bit {bit.bit_length() - 1} of byte {at}"
     return Damage(newest.name, newest.step or 0, str(file.relative_to(checkpoints)), text)
+
+
+def _parts(path: Path) -> list[Path]:
+    return list(path.glob("*.bin")) if path.is_dir() else [path]
 
 
 def fill(checkpoints: Path) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+
+from holdfast import linux
 
 MEMBERS = 3
 READY_S = 30.0
@@ -29,14 +33,17 @@ class Members:
         return ",".join(f"127.0.0.1:{client}" for client, _ in self._ports)
 
     def __enter__(self) -> Members:
-        for member in range(MEMBERS):
-            self._start(member, "new")
-        until_s = time.monotonic() + READY_S
-        while self._leader() is None:
-            if time.monotonic() > until_s:
-                self._end()
-                raise EtcdError(f"etcd has no leader after {READY_S:g} s; see {self._folder}")
-            time.sleep(0.1)
+        try:
+            for member in range(MEMBERS):
+                self._start(member, "new")
+            until_s = time.monotonic() + READY_S
+            while self._leader() is None:
+                if time.monotonic() > until_s:
+                    raise EtcdError(f"etcd has no leader after {READY_S:g} s; see {self._folder}")
+                time.sleep(0.1)
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -71,7 +78,13 @@ class Members:
         ]
         argv += [f"--initial-cluster={everybody}", f"--initial-cluster-state={state}", "--log-level=error"]
         with open(self._folder / f"m{member}.log", "ab") as log:
-            self._processes[member] = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._processes[member] = subprocess.Popen(
+                argv,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=partial(linux.die_with_parent, os.getpid()),  # also of one that is killed
+            )
 
     def _leader(self) -> int | None:
         """By asking each who it is and who leads."""

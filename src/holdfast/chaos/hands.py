@@ -153,13 +153,15 @@ class Hands:
             raise NotHere(f"there are fewer than 2 checkpoints in {self._checkpoints}")
         self._job.kill()
         noted = {"at_s": at_s, "time": told, "generation": generation, "life": life}
-        if due.kind.name == "job-loss":
-            self._note(due, step, **noted)
-        else:
-            done = disk.damage(self._checkpoints, due.kind.name, due.chance)
-            self._note(due, step, **noted, file=done.name, committed=done.step, text=f"{done.file}: {done.text}")
-        self._job.begin()
-        self.tell_ranks()
+        try:
+            if due.kind.name == "job-loss":
+                self._note(due, step, **noted)
+            else:
+                done = disk.damage(self._checkpoints, due.kind.name, due.chance)
+                self._note(due, step, **noted, file=done.name, committed=done.step, text=f"{done.file}: {done.text}")
+        finally:  # a job that was killed is started again, whether or not its files could be damaged
+            self._job.begin()
+            self.tell_ranks()
 
     def _link(self, due: Due, step: int) -> Mend:
         if self._links is None:

@@ -37,9 +37,10 @@ def install() -> None:
     inside = Inside(path)
     inside.at_start()
     place.moved.append(inside.moved)
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(inside.before_step)
+    register_optimizer_step_post_hook(inside.after_step)
 
 
 class Inside:
@@ -76,6 +77,11 @@ class Inside:
             right = order.kind != "crash-on-import" and order.generation in (None, self._generation)
             if right and self._done >= order.step and self._begin(order):
                 self._do(order)
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Where a slow rank is slow: from a step to the next gradients, in which nobody waits for anybody."""
+        if os.getpid() != self._pid or optimizer is not self._optimizer:
+            return
         until_s, delay_s = self._slow
         if until_s > time.monotonic():
             time.sleep(delay_s)

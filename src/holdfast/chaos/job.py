@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -49,8 +50,11 @@ class Output:
         self._path = path
         self.digest = ""
 
-    def follow(self, stream: IO[bytes]) -> None:
-        threading.Thread(target=self._read, args=(stream,), daemon=True, name="holdfast-output").start()
+    def follow(self, stream: IO[bytes]) -> threading.Thread:
+        """Who reads it, up to its end."""
+        reader = threading.Thread(target=self._read, args=(stream,), daemon=True, name="holdfast-output")
+        reader.start()
+        return reader
 
     def _read(self, stream: IO[bytes]) -> None:
         with stream, open(self._path, "ab", buffering=0) as file:
@@ -83,12 +87,17 @@ class Agent:
         self.run_dir = ""
         self.state = State()
         self.writer: int | None = None  # its pid
+        # It dies with the campaign, also with one that is killed; its janitor sees that, and ends all that is below it.
         self.process = subprocess.Popen(
-            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=partial(linux.die_with_parent, os.getpid()),
         )
         assert self.process.stdout is not None and self.process.stderr is not None
-        out.follow(self.process.stdout)
-        err.follow(self.process.stderr)
+        self._outputs = (out.follow(self.process.stdout), err.follow(self.process.stderr))
 
     def take(self) -> None:
         """What is new in its record."""
@@ -135,6 +144,8 @@ class Agent:
         self.process.wait()
         for pid in below:
             linux.end(pid, END_S)
+        for reader in self._outputs:
+            reader.join(END_S)  # its last words; a process that got away may still hold the stream
 
     def close(self) -> None:
         if self._reader is not None:
@@ -167,7 +178,9 @@ class Job:
         self.life += 1
         for agent in self.agents:
             agent.close()
-        self.agents = [self._start(node) for node in range(self._nodes)]
+        self.agents = []
+        for node in range(self._nodes):
+            self.agents.append(self._start(node))
 
     def start_node(self, node: int) -> None:
         self.agents[node].close()
@@ -217,8 +230,9 @@ class Job:
         return next((code for code in codes if code), 0)
 
     def kill(self) -> None:
-        for agent in self.agents:
-            agent.kill()
+        with contextlib.ExitStack() as undo:  # all of them, whatever fails
+            for agent in self.agents:
+                undo.callback(agent.kill)
 
     def leftovers(self) -> list[str]:
         """What of it is still there a moment after its end."""

@@ -37,6 +37,7 @@ class Kind(msgspec.Struct, frozen=True):
     causes: frozenset[Cause] = frozenset()  # of which the incident's is one
     names_rank: bool = False  # the incident must name the rank that was struck
     lasts: bool = False  # for `for_s` seconds; then it is mended
+    told: str = ""  # the event by which the job's record tells of it, where it cannot have been missed
     needs: tuple[str, ...] = ()
 
 
@@ -65,8 +66,11 @@ _ALL = (
         "out-of-memory", "an allocation that fails", Hand.RANK, _INCIDENT, frozenset({Cause.OUT_OF_MEMORY}),
         names_rank=True,
     ),
-    Kind("slow-rank", "delay_s more for each step", Hand.RANK, _NOTHING, lasts=True),
-    Kind("writer-loss", "SIGKILL to the process that writes checkpoints", Hand.WRITER, _NOTHING, needs=(CHECKPOINTS,)),
+    Kind("slow-rank", "delay_s more for each step", Hand.RANK, _NOTHING, lasts=True, told="straggler.found"),
+    Kind(
+        "writer-loss", "SIGKILL to the process that writes checkpoints", Hand.WRITER, _NOTHING, told="writer.ended",
+        needs=(CHECKPOINTS,),
+    ),
     Kind(
         "slow-disk", "the process that writes checkpoints stands still, as in a write that does not return",
         Hand.WRITER, _NOTHING, lasts=True, needs=(CHECKPOINTS,),

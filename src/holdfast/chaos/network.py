@@ -7,12 +7,19 @@ since not every kernel has tc's netem.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import re
+import socket
 import subprocess
 import sys
+from functools import partial
 from types import TracebackType
 
+from holdfast import linux
 from holdfast.chaos import relay
+
+_NAMESPACE = re.compile(r"hfchaos(\d+)-(?:hub|\d+)")
 
 
 class NetworkError(Exception):
@@ -43,7 +50,7 @@ class Network:
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         for node in list(self._relays):
-            self._end_relay(node)
+            self._undo.callback(self._kill_relay, node)
         self._undo.close()
 
     @property
@@ -83,18 +90,19 @@ class Network:
         self._set(near, cut=False)
         argv = ["nsenter", f"--net=/run/netns/{self._hub}", sys.executable, "-S", "-E", relay.__file__]
         argv += [port, far, str(delay_s), str(part)]
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        dies = partial(linux.die_with_parent, os.getpid())
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, preexec_fn=dies)
         self._relays[node] = process
         assert process.stdout is not None
         if not process.stdout.readline():
-            raise OSError(f"packets of node {node} cannot be passed on")
+            raise NetworkError(f"packets of node {node} cannot be passed on")
+
+    def _kill_relay(self, node: int) -> None:
+        with self._relays.pop(node) as process:
+            process.kill()
 
     def _end_relay(self, node: int) -> None:
-        process = self._relays.pop(node)
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        self._kill_relay(node)
         _batch(self._hub, f"link delete near{node}", f"link set port{node} master br0")
         self._set_port(node, cut=False)
 
@@ -117,8 +125,12 @@ class Network:
         return f"hfchaos{self._number}-{node}"
 
     def _claim(self) -> None:
-        """A number that no other campaign has: the hub's namespace is made in its name, or is there already."""
+        """A number that no other campaign has."""
+        _sweep()
         for self._number in random.sample(range(1, 255), 254):
+            if (claim := _claim(self._number)) is None:
+                continue
+            self._undo.callback(claim.close)
             with contextlib.suppress(NetworkError):
                 self._make(self._hub)
                 return
@@ -141,6 +153,31 @@ class Network:
 
     def _mac(self, node: int) -> str:
         return f"02:48:43:00:{self._number:02x}:{node + 1:02x}"
+
+
+def _claim(number: int) -> socket.socket | None:
+    """Held for as long as the campaign lives, however it ends. None: another one has it."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0holdfast-chaos-network-{number}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def _sweep() -> None:
+    """The namespaces that campaigns which were killed have left."""
+    left: dict[int, list[str]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/run/netns"):
+            if found := _NAMESPACE.fullmatch(name):
+                left.setdefault(int(found[1]), []).append(name)
+    for number, names in left.items():
+        if (claim := _claim(number)) is not None:
+            with claim:
+                for name in names:
+                    _remove(name)
 
 
 def _remove(name: str) -> None:

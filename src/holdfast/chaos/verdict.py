@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.chaos import faults, invariants, job
+from holdfast.chaos import faults, invariants, job, telling
 from holdfast.chaos.conductor import ENDED, Ended
 from holdfast.chaos.faults import Injected
 from holdfast.chaos.invariants import Record
@@ -140,7 +140,7 @@ def match(records: Sequence[Record], injected: Sequence[Injected]) -> list[Match
             case Answer.LIFE:
                 matched.append(_match_life(fault, records))
             case Answer.NOTHING:
-                matched.append(Matched(fault))
+                matched.append(Matched(fault, wrong=telling.untold(fault, records)))
     # What should have done nothing is at fault where its world ended, and nobody else has ended it.
     for at, each in enumerate(matched):
         world = (each.injected.life, each.injected.generation)

@@ -19,7 +19,10 @@ def digests(*folders: Path) -> list[str]:
     In a process of its own, since it needs torch and all of the weights.
     """
     command = [sys.executable, "-m", "holdfast.chaos.weights", *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=READ_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=READ_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the weights cannot be read: not done after {READ_S:g} s") from None
     if done.returncode != 0:
         raise ValueError(f"the weights cannot be read: {(done.stderr.strip().splitlines() or ['no word why'])[-1]}")
     return done.stdout.split("\n")[: len(folders)]

@@ -115,7 +115,8 @@ def _kinds() -> int:
     for kind in KINDS.values():
         needs = f"; needs {' and '.join(NEEDS[need] for need in kind.needs)}" if kind.needs else ""
         causes = f" ({', '.join(sorted(kind.causes))})" if kind.causes else ""
-        print(f"{kind.name:17} {kind.what}\n{'':17} expects {kind.answer}{causes}{needs}")
+        told = f", and {kind.told} where it can be seen" if kind.told else ""
+        print(f"{kind.name:17} {kind.what}\n{'':17} expects {kind.answer}{causes}{told}{needs}")
     return 0
 
 
