@@ -143,7 +143,12 @@ class Loop:
     def _move(self, batches: Batches | Stream) -> None:
         """This rank's part of the data, in the world as it is now."""
         assert isinstance(batches, Batches)
-        cut = batches.cut._replace(rank=self._run.rank, world_size=self._run.world_size)
+        rank, world_size = self._run.rank, self._run.world_size
+        cut = batches.cut._replace(rank=rank, world_size=world_size)
+        if batches.per_rank:
+            cut = cut._replace(batch_size=batches.per_rank * world_size)
+            self._rescale(batches.per_rank, batches.rule)
+        batches.sampler.move(cut.batch_size, rank, world_size)
         done = self._weigh(self._options.exact, cut, batches.sampler)
         batches.move(cut, done)
 
@@ -185,6 +190,8 @@ class Loop:
         cut = Cut(size, run.rank, run.world_size, micro_batch_size, self._options.leaves if exact else None)
         done = self._weigh(exact, cut, sampler)
         batches = Batches(dataset, sampler, cut, epochs, self._begin_unit, exact, options, done)
+        if per_rank:
+            batches.per_rank, batches.rule = batch_size, rule
         self._active.append(batches)
         return self._through(batches)
 

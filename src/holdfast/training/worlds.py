@@ -147,7 +147,8 @@ class Worlds:
             self._accumulation.lack()
             return Offer()
         self._accumulation.offer()
-        return Offer(self._run.generation, self._cursors.step, self._accumulation.done, self.checkpointer.term)
+        done, term = self._accumulation.done, self.checkpointer.term
+        return Offer(self._run.generation, self._cursors.step, done, term, self._cursors.world_size)
 
     def _inherited(self) -> Offer:
         """What a rank of the last world has left to this one, if it had to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -75,6 +76,13 @@ def say(run: holdfast.Run, **more: Any) -> None:
         news.write(json.dumps(line) + "\n")
 
 
+def digest(model: nn.Module) -> str:
+    made = hashlib.sha256()
+    for value in model.state_dict().values():
+        made.update(value.numpy().tobytes())
+    return made.hexdigest()
+
+
 def sharded(model: nn.Sequential) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -106,6 +114,7 @@ def main() -> nn.Module:
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
     parser.add_argument("--group", action="store_true", help="that is in a group of its own")
     parser.add_argument("--early", action="store_true", help="a collective of its own before run.attach()")
+    parser.add_argument("--per-rank", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true")
@@ -128,7 +137,7 @@ def main() -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     data = torch.randn(args.steps * 16, WIDTH)
-    dataset = TensorDataset(data, data.roll(1, dims=1).sin())
+    dataset = TensorDataset(data, data.roll(1, dims=1).sin(), torch.arange(len(data)))
     run = holdfast.init(
         save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
     )
@@ -144,7 +153,7 @@ def main() -> nn.Module:
 
     def train() -> None:
         group = dist.new_group() if args.group else None
-        for x, y in run.batches(dataset, 16, epochs=1, shuffle=False):
+        for x, y, used in run.batches(dataset, 16, epochs=1, shuffle=False, per_rank=args.per_rank):
             kills.step = run.steps_done + 1
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
@@ -153,9 +162,11 @@ def main() -> nn.Module:
                 dist.all_reduce(torch.ones(1), group=group)
             optimizer.step()
             scheduler.step()
+            done = {"rate": optimizer.param_groups[0]["lr"], "ranks": run.world_size}
             run.step(loss=loss)
             if run.steps_done == kills.step:  # else this one could not be done
-                say(run, step=run.steps_done, rate=scheduler.get_last_lr()[0])
+                done |= {"used": used.tolist(), "weights": digest(plain)} if args.per_rank else {}
+                say(run, step=run.steps_done, **done)
             time.sleep(args.pace)
 
     if args.train:
