@@ -49,6 +49,7 @@ class Loop:
         self._exact: Exact | None = None
         self._accumulation = Accumulation(self._ask)
         self._active: list[Batches | Stream] = []
+        self._fed = False  # some data has come from here
         self._losses: list[tuple[float, Any]] = []  # of the step's units so far
         self._units = 0  # of it, so far
         self._last: Callable[[], dict[str, float]] = dict
@@ -119,6 +120,10 @@ class Loop:
             yield
         finally:
             survival.begins_again = False
+
+    def _withdraw(self, why: str) -> None:
+        if self._survival is not None:
+            self._survival.withdraw(why)
 
     def outlives(self, failure: Exception) -> bool:
         return self._survival is not None and self._survival.outlives(failure)
@@ -192,6 +197,7 @@ class Loop:
         batches = Batches(dataset, sampler, cut, epochs, self._begin_unit, exact, options, done)
         if per_rank:
             batches.per_rank, batches.rule = batch_size, rule
+        self._fed = True
         self._active.append(batches)
         return self._through(batches)
 
@@ -200,6 +206,8 @@ class Loop:
         stream = Stream(source, each, epochs, self._run.world_size, self._cursors.stream_state(), options)
         self._cursors.streams.append(stream)
         self._run.say(stream.promise)
+        self._fed = True
+        self._withdraw("the data is a stream, and a new rank would not know where the others are in it")
         self._active.append(stream)
         return stream
 
@@ -289,6 +297,9 @@ class Loop:
 
     def _step(self, checkpointer: Checkpointer, loss: Any, metrics: dict[str, Any]) -> None:
         waiting = self._waiting
+        if not self._fed:
+            self._fed = True
+            self._withdraw("run.step() is called without run.batches(), and a new rank's data would begin anew")
         if loss is not None:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
             self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))

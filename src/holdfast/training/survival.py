@@ -134,13 +134,18 @@ class Survival:
 
     def _own_group(self, called: str) -> None:
         """A group that the program has made for itself goes with its world. Who begins again makes another one."""
-        if self.begins_again or not self._stays:
+        if not self.begins_again:
+            self.withdraw(f"{called}() is called outside of run.train(); call it in there")
+
+    def withdraw(self, why: str) -> None:
+        """This rank does not stay, after all. All ranks come here, and one says so."""
+        if not self._stays:
             return
         self._stays = False
         here = self._place
         here.report(messages.Stays(here.rank, here.generation, stays=False))
         if here.rank == 0:
-            say(f"ranks do not outlive their worlds: {called}() is called outside of run.train(); call it in there")
+            say(f"ranks do not outlive their worlds: {why}")
 
     def wait_for_others_end(self) -> None:
         self._place.wait_for_others_end()
