@@ -44,6 +44,18 @@ for x in run.batches(loader, 4) if sys.argv[1] == "stream" else loader:
     run.step()
 """
 
+MESH = """
+import sys, torch, torch.distributed as dist, holdfast
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo")
+run = holdfast.init(save_epochs=0)
+if sys.argv[1] == "before":
+    init_device_mesh("cpu", (2, 1))
+run.attach(model=torch.nn.Linear(1, 1))
+if sys.argv[1] == "after":
+    init_device_mesh("cpu", (2, 1))
+"""
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
@@ -140,6 +152,11 @@ def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: 
     assert len(pids(job, 0)) == 1
     if flag == "--buffers":
         check(job, undisturbed(flag, nproc=2), {1}, nproc=2)
+
+
+def test_what_is_wrapped_around_that_which_is_attached_is_renewed_too(job: Job, undisturbed: Any) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--buffers", "--inner", nproc=2) == 0, job.err
+    check(job, undisturbed("--buffers", nproc=2), {1}, nproc=2)
 
 
 @pytest.mark.long
@@ -245,6 +262,16 @@ def test_what_has_a_process_group_of_its_own_is_named(job: Job) -> None:
     assert job.run(script, nproc=2) == 0, job.err
     said = "ranks do not outlive their worlds: a Grouped, which has a process group, cannot be given another"
     assert job.err.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("before", "called before run.attach()"), ("after", "called outside of run.train()")]
+)
+def test_a_mesh_of_the_programs_own_is_a_group_of_its_own(job: Job, when: str, said: str) -> None:
+    script = job.folder / "script.py"
+    script.write_text(MESH)
+    assert job.run(script, when, nproc=2) == 0, job.err
+    assert job.err.count(f"ranks do not outlive their worlds: new_group() is {said}") == 1
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,9 @@ def begin(state: Collection[Any], hooks: Hooks) -> Survival | None:
     here = place.current()
     if here is None or here.seat is None or not dist.is_available() or not dist.is_initialized():
         return None
-    modules = [value for value in state if isinstance(value, nn.Module)]
-    why = ""
-    if found := rebuilding.hinders(modules, (value for value in state if not isinstance(value, nn.Module))):
-        why = f"{found} cannot be given another process group"
-    elif called := groups.early():
+    others = [value for value in state if not isinstance(value, nn.Module)]
+    why = rebuilding.hinders(rebuilding.held(state), others)
+    if not why and (called := groups.early()):
         why = f"{called}() is called before run.attach(), and a new rank would be alone there; call it after that"
     if why and os.environ.get(STANDBY):
         groups.refuse_to_stand_by(f"cannot take a rank's place: {why}")
@@ -67,7 +65,7 @@ class WorldOver(RuntimeError):
 
 class Survival:
     def __init__(self, here: Place, seat: Seat, state: Collection[Any], hooks: Hooks) -> None:
-        modules = [value for value in state if isinstance(value, nn.Module)]
+        modules = rebuilding.held(state)
         self._place, self._seat, self._state, self._modules = here, seat, state, modules
         self.hooks = hooks
         self._made = groups.made()
@@ -135,7 +133,8 @@ class Survival:
     def _own_group(self, called: str) -> None:
         """A group that the program has made for itself goes with its world. Who begins again makes another one."""
         if not self.begins_again:
-            self.withdraw(f"{called}() is called outside of run.train(); call it in there")
+            instead = "before run.attach()" if called == "DistributedDataParallel" else "in there"
+            self.withdraw(f"{called}() is called outside of run.train(); call it {instead}")
 
     def withdraw(self, why: str) -> None:
         """This rank does not stay, after all. All ranks come here, and one says so."""

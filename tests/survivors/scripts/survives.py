@@ -118,6 +118,7 @@ def main() -> nn.Module:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--inner", action="store_true", help="attached is what is in DDP, not DDP")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     args = parser.parse_args()
@@ -141,7 +142,7 @@ def main() -> nn.Module:
     run = holdfast.init(
         save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
     )
-    run.attach(model=model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills))
+    run.attach(model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills))
     if args.hooks:
         add_hooks(run, args.unhealthy)
     torch.manual_seed(run.rank)  # for dropout
