@@ -147,7 +147,8 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
 
 @pytest.mark.parametrize("flag", ["--buffers", pytest.param("--dropout", marks=pytest.mark.long)])
 def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: str) -> None:
-    """Buffers, which DDP sends round before each forward, and random numbers."""
+    """Buffers, which DDP sends round before each forward, and random numbers. And what else a step has changed: an
+    average of weights, a plain value, an object with a state of its own."""
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], flag, nproc=2) == 0, job.err
     assert len(pids(job, 0)) == 1
     if flag == "--buffers":

@@ -21,6 +21,7 @@ from holdfast.training.accumulation import Accumulation
 from holdfast.training.batches import Batches
 from holdfast.training.cursors import Cursors
 from holdfast.training.gradients import Accumulated, Exact, Weights
+from holdfast.training.marks import OWN
 from holdfast.training.options import Options
 from holdfast.training.progress import Progress
 from holdfast.training.requests import Requests
@@ -70,7 +71,7 @@ class Loop:
     def attach(self, state: dict[str, Any]) -> Restored | None:
         if self._worlds is not None:
             raise RuntimeError("attach() was called before; name all that is to be kept in one call")
-        if taken := {"data", "progress", "accumulation"} & state.keys():
+        if taken := state.keys() & OWN:
             raise ValueError(f"{taken.pop()!r} is a name of Holdfast's own; call it something else")
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         for value in state.values():

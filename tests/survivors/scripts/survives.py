@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import holdfast
@@ -68,6 +69,35 @@ class Watched:
         self._kills.at("load")
 
 
+class Counts(nn.Module):
+    """By a buffer that is another tensor after each forward."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return x
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+
+    def add(self, samples: int) -> None:
+        self.counts[0] += 1
+        self.counts[1] += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = state["counts"]
+
+
 def say(run: holdfast.Run, **more: Any) -> None:
     line = {"rank": run.rank, "generation": run.generation, "pid": os.getpid(), "world_size": run.world_size, **more}
     line |= {"node": int(os.environ.get("NODE", "0")), "run_id": os.environ["TORCHELASTIC_RUN_ID"]}
@@ -108,7 +138,7 @@ def main() -> nn.Module:
     parser.add_argument("--kills", type=json.loads, default=[])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--pace", type=float, default=0.0)
-    parser.add_argument("--buffers", action="store_true")
+    parser.add_argument("--buffers", action="store_true", help="and all else that a step changes besides weights")
     parser.add_argument("--dropout", action="store_true")
     parser.add_argument("--train", action="store_true", help="by run.train")
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
@@ -130,11 +160,14 @@ def main() -> nn.Module:
         dist.barrier()
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, 32)
-    layers: list[nn.Module] = [first, nn.GELU()]
+    layers: list[nn.Module] = [Counts()] if args.buffers else []
+    layers += [first, nn.GELU()]
     layers += [nn.BatchNorm1d(32)] if args.buffers else []
     layers += [nn.Dropout(0.2)] if args.dropout else []
     plain = nn.Sequential(*layers, nn.Linear(32, WIDTH))
     model: nn.Module = sharded(plain) if args.fsdp else DistributedDataParallel(plain)
+    average, tally = AveragedModel(plain if args.buffers else nn.Identity()), Tally()
+    others = {"average": average, "tally": tally, "tokens": 0} if args.buffers else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     data = torch.randn(args.steps * 16, WIDTH)
@@ -142,7 +175,9 @@ def main() -> nn.Module:
     run = holdfast.init(
         save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
     )
-    run.attach(model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills))
+    run.attach(
+        model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills), **others
+    )
     if args.hooks:
         add_hooks(run, args.unhealthy)
     torch.manual_seed(run.rank)  # for dropout
@@ -156,6 +191,9 @@ def main() -> nn.Module:
         group = dist.new_group() if args.group else None
         for x, y, used in run.batches(dataset, 16, epochs=1, shuffle=False, per_rank=args.per_rank):
             kills.step = run.steps_done + 1
+            if args.buffers:
+                tally.add(len(x))
+                run.state["tokens"] += len(x)
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -163,6 +201,8 @@ def main() -> nn.Module:
                 dist.all_reduce(torch.ones(1), group=group)
             optimizer.step()
             scheduler.step()
+            if args.buffers:
+                average.update_parameters(plain)
             done = {"rate": optimizer.param_groups[0]["lr"], "ranks": run.world_size}
             run.step(loss=loss)
             if run.steps_done == kills.step:  # else this one could not be done
@@ -179,7 +219,8 @@ def main() -> nn.Module:
         if run.rank_zero:
             torch.save(whole, STATE / "weights.pt")
     elif run.rank_zero:
-        state = [plain.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+        state: list[Any] = [plain.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+        state += [average.state_dict(), tally.counts, run.state["tokens"]] if args.buffers else []
         torch.save(state, STATE / "weights.pt")
     run.close()
     dist.destroy_process_group()
