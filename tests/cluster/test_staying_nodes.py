@@ -7,28 +7,48 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cluster import Cluster, MakeCluster
+from cluster.cluster import Cluster, Line, MakeCluster
 from cluster.jobs import Job
 
 SCRIPT = Path(__file__).parents[1] / "survivors" / "scripts" / "survives.py"
 
 
-def training(nodes: Cluster, nnodes: str, *flags: str) -> Job:
+def training(nodes: Cluster, nnodes: str, *more: str) -> Job:
     """It never ends by itself."""
     (nodes.folder / "state").mkdir()
     env = {"CHECKPOINT_DIR": str(nodes.folder / "checkpoints"), "STATE": str(nodes.folder / "state")}
     env["GLOO_SOCKET_IFNAME"] = "lo"
-    args = ("--steps=100000", "--pace=0.02")
-    return Job(nodes, *flags, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
+    args = ("--steps=100000", "--pace=0.02", *more)
+    return Job(nodes, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
 
 
 def steps(nodes: Cluster, pid: int) -> list[int]:
     return [line["step"] for line in nodes.news.seen if line["pid"] == pid]
 
 
+def check_agreement(nodes: Cluster) -> None:
+    """All ranks have the same weights and learning rate after each step, and each sample is used once. Who leaves or
+    dies in a step may not have told of it."""
+    done: dict[int, list[Line]] = {}
+    for line in nodes.news.seen:
+        done.setdefault(line["step"], []).append(line)
+    position, sizes = 0, set()
+    for step, lines in sorted(done.items()):
+        [size] = {line["ranks"] for line in lines}
+        assert len({(line["rate"], line["weights"]) for line in lines}) == 1, (step, lines)
+        assert lines[0]["rate"] == pytest.approx(1e-2 * size * 0.9 ** (step // 5))
+        given = range(position, position + 16 * size)
+        used = sorted(sample for line in lines for sample in line["used"])
+        assert used == list(given) or (len(lines) < size and set(used) <= set(given)), (step, used, given)
+        position = given.stop
+        sizes.add(size)
+    assert sizes == {1, 2, 3}
+
+
 def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
+    """With a batch of each rank's own, so that the global one and the learning rate are others in each world."""
     trio = cluster()
-    job = training(trio, "1:3")
+    job = training(trio, "1:3", "--per-rank")
     job.start(0)
     first = job.wait_generation(0, 0)[0]
     for node in (1, 2):
@@ -48,6 +68,7 @@ def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
     assert job.ends(0) == [0]
     done = steps(trio, first["pid"])
     assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
+    check_agreement(trio)
     assert trio.leftovers() == []
 
 

@@ -28,6 +28,34 @@ run = holdfast.init(save_epochs=0)
 run.attach(model=torch.nn.Linear(1, 1), grouped=Grouped())
 """
 
+LOADED = """
+import os, signal, sys, torch, torch.distributed as dist, holdfast
+dist.init_process_group("gloo")
+run = holdfast.init(save_epochs=0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters())
+run.attach(model=model, optimizer=optimizer)
+loader = torch.utils.data.DataLoader(torch.ones(20, 1), 2)
+for x in run.batches(loader, 4) if sys.argv[1] == "stream" else loader:
+    if (run.generation, run.steps_done, run.rank) == (0, 3, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(x).mean().backward()
+    optimizer.step()
+    run.step()
+"""
+
+MESH = """
+import sys, torch, torch.distributed as dist, holdfast
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo")
+run = holdfast.init(save_epochs=0)
+if sys.argv[1] == "before":
+    init_device_mesh("cpu", (2, 1))
+run.attach(model=torch.nn.Linear(1, 1))
+if sys.argv[1] == "after":
+    init_device_mesh("cpu", (2, 1))
+"""
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
@@ -135,11 +163,17 @@ def test_a_message_is_cut_off_in_its_middle(job: Job, undisturbed: Any, after_s:
 
 @pytest.mark.parametrize("flag", ["--buffers", pytest.param("--dropout", marks=pytest.mark.long)])
 def test_what_a_forward_has_changed_is_undone(job: Job, undisturbed: Any, flag: str) -> None:
-    """Buffers, which DDP sends round before each forward, and random numbers."""
+    """Buffers, which DDP sends round before each forward, and random numbers. And what else a step has changed: an
+    average of weights, a plain value, an object with a state of its own."""
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], flag, nproc=2) == 0, job.err
     assert len(pids(job, 0)) == 1
     if flag == "--buffers":
         check(job, undisturbed(flag, nproc=2), {1}, nproc=2)
+
+
+def test_what_is_wrapped_around_that_which_is_attached_is_renewed_too(job: Job, undisturbed: Any) -> None:
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--buffers", "--inner", nproc=2) == 0, job.err
+    check(job, undisturbed("--buffers", nproc=2), {1}, nproc=2)
 
 
 @pytest.mark.long
@@ -221,7 +255,7 @@ def test_a_group_of_the_programs_own_is_made_again_in_run_train(at: str, job: Jo
 
 
 def test_outside_of_it_nobody_stays_and_that_is_said(job: Job, undisturbed: Any) -> None:
-    """A new rank would be alone where it is made."""
+    """A new rank would be alone where it is made. All go on from their last snapshot that was whole."""
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--own", "--group") == 0, job.err
     assert job.leftovers() == []
     assert same(torch.load(job.folder / "weights.pt"), undisturbed("--own"), bits=False)
@@ -255,6 +289,28 @@ def test_what_has_a_process_group_of_its_own_is_named(job: Job) -> None:
     assert job.run(script, nproc=2) == 0, job.err
     said = "ranks do not outlive their worlds: a Grouped, which has a process group, cannot be given another"
     assert job.err.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("before", "called before run.attach()"), ("after", "called outside of run.train()")]
+)
+def test_a_mesh_of_the_programs_own_is_a_group_of_its_own(job: Job, when: str, said: str) -> None:
+    script = job.folder / "script.py"
+    script.write_text(MESH)
+    assert job.run(script, when, nproc=2) == 0, job.err
+    assert job.err.count(f"ranks do not outlive their worlds: new_group() is {said}") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [("stream", "the data is a stream, and"), ("own", "run.step() is called without run.batches(), and")],
+)
+def test_with_data_of_which_a_new_rank_would_not_know_where_it_is(job: Job, data: str, said: str) -> None:
+    script = job.folder / "script.py"
+    script.write_text(LOADED)
+    assert job.run(script, data, nproc=2, max_restarts=1) == 0, job.err
+    assert [event["stayed"] for event in job.events("world.launched")] == [[], []]
+    assert job.err.count(f"ranks do not outlive their worlds: {said}") == 2, "once in each world"
 
 
 def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> None:

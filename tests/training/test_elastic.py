@@ -50,11 +50,12 @@ def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     training.check_exactly_once(3, epochs=2)
 
 
-def test_loader_workers_one_of_which_is_killed_and_then_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stays", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_loader_workers_one_of_which_is_killed_and_then_a_rank(tmp_path: Path, stays: int) -> None:
     """What was read ahead by a world that died is read again by the next."""
     training = Training(tmp_path)
     flags = (f"--samples={PRIME}", "--batch=6", "--epochs=2", "--workers=2", "--save-steps=1", "--kill-worker=17")
-    assert training.run(World(2, kills=((-1, 0), (11, 1))), *flags) == 0, training.said
+    assert training.run(World(2, kills=((-1, 0), (11, 1))), *flags, f"--stays={stays}") == 0, training.said
     assert (tmp_path / "killed").exists() and "DataLoader worker" in training.said
     training.check_exactly_once(PRIME, epochs=2)
     assert len(training.restored()) == 3

@@ -105,6 +105,11 @@ class ElasticSampler(Sampler[list[int]]):
             self._order = Order(self._size, self._order.seed, self._order.epoch + 1, self._order.shuffle)
             self._position = 0
 
+    def move(self, batch_size: int, rank: int, world_size: int) -> None:
+        """The world is another one. Call it between two steps; whoever reads ahead has to begin again."""
+        self._batch_size = batch_size
+        self._rank, self._world_size = _place(rank, world_size)
+
     def state_dict(self) -> dict[str, Any]:
         """A few numbers, the same on every rank."""
         return {

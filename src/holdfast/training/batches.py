@@ -36,6 +36,8 @@ class Batches:
         self.sampler = sampler
         self.cut = cut
         self.epochs = epochs
+        self.per_rank = 0  # a rank's batch, where that is what was given
+        self.rule = "none"  # by which the learning rate follows the number of ranks then
         self.served = False  # all of this rank's units of a step that is not done yet
         self.unit: Unit | None = None  # that was given out last, of a step that is not done yet
         self._begin = begin

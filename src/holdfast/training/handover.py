@@ -27,6 +27,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     step: int = -1
     done: int = 0  # samples of the next step, which was interrupted
     term: int = -1  # of checkpoints
+    world_size: int = 0  # that the learning rate is meant for: one rank may have scaled it already, and another not
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from holdfast.training.accumulation import Accumulation
 from holdfast.training.batches import Batches
 from holdfast.training.cursors import Cursors
 from holdfast.training.gradients import Accumulated, Exact, Weights
+from holdfast.training.marks import OWN
 from holdfast.training.options import Options
 from holdfast.training.progress import Progress
 from holdfast.training.requests import Requests
@@ -49,6 +50,7 @@ class Loop:
         self._exact: Exact | None = None
         self._accumulation = Accumulation(self._ask)
         self._active: list[Batches | Stream] = []
+        self._fed = False  # some data has come from here
         self._losses: list[tuple[float, Any]] = []  # of the step's units so far
         self._units = 0  # of it, so far
         self._last: Callable[[], dict[str, float]] = dict
@@ -69,7 +71,7 @@ class Loop:
     def attach(self, state: dict[str, Any]) -> Restored | None:
         if self._worlds is not None:
             raise RuntimeError("attach() was called before; name all that is to be kept in one call")
-        if taken := {"data", "progress", "accumulation"} & state.keys():
+        if taken := state.keys() & OWN:
             raise ValueError(f"{taken.pop()!r} is a name of Holdfast's own; call it something else")
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         for value in state.values():
@@ -120,6 +122,10 @@ class Loop:
         finally:
             survival.begins_again = False
 
+    def _withdraw(self, why: str) -> None:
+        if self._survival is not None:
+            self._survival.withdraw(why)
+
     def outlives(self, failure: Exception) -> bool:
         return self._survival is not None and self._survival.outlives(failure)
 
@@ -143,7 +149,12 @@ class Loop:
     def _move(self, batches: Batches | Stream) -> None:
         """This rank's part of the data, in the world as it is now."""
         assert isinstance(batches, Batches)
-        cut = batches.cut._replace(rank=self._run.rank, world_size=self._run.world_size)
+        rank, world_size = self._run.rank, self._run.world_size
+        cut = batches.cut._replace(rank=rank, world_size=world_size)
+        if batches.per_rank:
+            cut = cut._replace(batch_size=batches.per_rank * world_size)
+            self._rescale(batches.per_rank, batches.rule)
+        batches.sampler.move(cut.batch_size, rank, world_size)
         done = self._weigh(self._options.exact, cut, batches.sampler)
         batches.move(cut, done)
 
@@ -185,6 +196,9 @@ class Loop:
         cut = Cut(size, run.rank, run.world_size, micro_batch_size, self._options.leaves if exact else None)
         done = self._weigh(exact, cut, sampler)
         batches = Batches(dataset, sampler, cut, epochs, self._begin_unit, exact, options, done)
+        if per_rank:
+            batches.per_rank, batches.rule = batch_size, rule
+        self._fed = True
         self._active.append(batches)
         return self._through(batches)
 
@@ -193,6 +207,8 @@ class Loop:
         stream = Stream(source, each, epochs, self._run.world_size, self._cursors.stream_state(), options)
         self._cursors.streams.append(stream)
         self._run.say(stream.promise)
+        self._fed = True
+        self._withdraw("the data is a stream, and a new rank would not know where the others are in it")
         self._active.append(stream)
         return stream
 
@@ -282,6 +298,9 @@ class Loop:
 
     def _step(self, checkpointer: Checkpointer, loss: Any, metrics: dict[str, Any]) -> None:
         waiting = self._waiting
+        if not self._fed:
+            self._fed = True
+            self._withdraw("run.step() is called without run.batches(), and a new rank's data would begin anew")
         if loss is not None:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
             self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))

@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.worker import groups
 
 
 def wrapped(modules: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:
@@ -24,8 +27,29 @@ def is_sharded(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters())
 
 
+def held(state: Iterable[Any]) -> list[nn.Module]:
+    """The modules of it, and what was wrapped around them and is not of it itself (`attach(model=ddp.module)`)."""
+    modules = [value for value in state if isinstance(value, nn.Module)]
+    known, own = set(map(id, _parts(modules))), {id(each) for module in modules for each in module.parameters()}
+    return modules + [each for each in groups.wrappers() if id(each) not in known and _trained(each) <= own]
+
+
+def _trained(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
 def hinders(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
-    """What cannot be given another group, if there is such a thing."""
+    """What cannot be given another group, if there is such a thing. And a new rank would have other weights in what it
+    has wrapped, and does not get from the others."""
+    known = set(map(id, _parts(modules)))
+    if any(id(each) not in known for each in groups.wrappers()):
+        return "a DistributedDataParallel that is not attached cannot be kept the same on all ranks; attach it, too"
+    if found := _has_own_group(modules, others):
+        return f"{found} cannot be given another process group"
+    return ""
+
+
+def _has_own_group(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
     default = c10d._get_default_group().group_name
     for value in others:
         if getattr(value, "process_group", None) is not None:
@@ -34,12 +58,14 @@ def hinders(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
         if isinstance(part, DistributedDataParallel) and part.process_group.group_name != default:
             return "a DistributedDataParallel with a process group of its own"
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
-            if not any(callable(getattr(module, "reset_iter_state", None)) for module in modules):
-                return "shards of this version of torch (2.13 has FSDPModule.reset_iter_state)"
             own = part.parameters(recurse=False)
             meshes = {parameter.device_mesh for parameter in own if isinstance(parameter, DTensor)}
             if any(mesh.ndim != 1 or mesh.get_group().group_name != default for mesh in meshes):
                 return "shards on a mesh that is not all ranks in a row"
+            if not hasattr(FSDPModule, "reset_iter_state"):
+                return "shards of this version of torch (2.13 has FSDPModule.reset_iter_state)"
+            if not any(isinstance(module, FSDPModule) for module in modules):
+                return "shards that are not of fully_shard (tensor parallelism, say)"
     return ""
 
 

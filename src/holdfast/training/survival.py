@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from holdfast import linux
 from holdfast.checkpoint import randomness, together
 from holdfast.training import health, rebuilding, warming
 from holdfast.training.beside import Beside
+from holdfast.training.marks import Mark
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
 from holdfast.worker import errors, groups, place
@@ -39,17 +40,15 @@ LAST_S = 0.2
 _active: Survival | None = None
 
 
-def begin(state: Collection[Any], hooks: Hooks) -> Survival | None:
+def begin(state: MutableMapping[str, Any], hooks: Hooks) -> Survival | None:
     """None: this process is no rank of an agent's, or has no group to get out of, or cannot."""
     global _active
     here = place.current()
     if here is None or here.seat is None or not dist.is_available() or not dist.is_initialized():
         return None
-    modules = [value for value in state if isinstance(value, nn.Module)]
-    why = ""
-    if found := rebuilding.hinders(modules, (value for value in state if not isinstance(value, nn.Module))):
-        why = f"{found} cannot be given another process group"
-    elif called := groups.early():
+    others = [value for value in state.values() if not isinstance(value, nn.Module)]
+    why = rebuilding.hinders(rebuilding.held(state.values()), others)
+    if not why and (called := groups.early()):
         why = f"{called}() is called before run.attach(), and a new rank would be alone there; call it after that"
     if why and os.environ.get(STANDBY):
         groups.refuse_to_stand_by(f"cannot take a rank's place: {why}")
@@ -66,8 +65,8 @@ class WorldOver(RuntimeError):
 
 
 class Survival:
-    def __init__(self, here: Place, seat: Seat, state: Collection[Any], hooks: Hooks) -> None:
-        modules = [value for value in state if isinstance(value, nn.Module)]
+    def __init__(self, here: Place, seat: Seat, state: MutableMapping[str, Any], hooks: Hooks) -> None:
+        modules = rebuilding.held(state.values())
         self._place, self._seat, self._state, self._modules = here, seat, state, modules
         self.hooks = hooks
         self._made = groups.made()
@@ -136,13 +135,19 @@ class Survival:
 
     def _own_group(self, called: str) -> None:
         """A group that the program has made for itself goes with its world. Who begins again makes another one."""
-        if self.begins_again or not self._stays:
+        if not self.begins_again:
+            instead = "before run.attach()" if called == "DistributedDataParallel" else "in there"
+            self.withdraw(f"{called}() is called outside of run.train(); call it {instead}")
+
+    def withdraw(self, why: str) -> None:
+        """This rank does not stay, after all. All ranks come here, and one says so."""
+        if not self._stays:
             return
         self._stays = False
         here = self._place
         here.report(messages.Stays(here.rank, here.generation, stays=False))
         if here.rank == 0:
-            say(f"ranks do not outlive their worlds: {called}() is called outside of run.train(); call it in there")
+            say(f"ranks do not outlive their worlds: {why}")
 
     def wait_for_others_end(self) -> None:
         self._place.wait_for_others_end()
@@ -154,7 +159,7 @@ class Survival:
 
     def stand_by(self) -> None:
         """Until there is a place for this process."""
-        warming.warm(self._modules, self._state)
+        warming.warm(self._modules, self._state.values())
         rebuilding.release(self._modules)
         groups.leave()
         device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -251,8 +256,13 @@ class Survival:
     def step_done(self) -> None:
         """All is as it should be after a step; what the next one changes before its optimizer steps can be undone."""
         if self._mark is None:
-            self._mark = Mark(self._modules)
-        self._mark.take()
+            self._mark = Mark(self._state, self._modules)
+        else:
+            self._mark.take()
+        if large := self._mark.too_large:
+            self.withdraw(
+                f"the state of {large}, is too large to be put back; attach modules and optimizers themselves"
+            )
         self._beside.step()
 
     def undo(self) -> None:
@@ -265,38 +275,14 @@ class Survival:
         return randomness.told(self._mark.randomness) if self._mark is not None else {}
 
     @property
-    def buffers(self) -> dict[int, torch.Tensor]:
-        """As they were then, by where they are."""
-        return self._mark.buffers if self._mark is not None else {}
+    def mark(self) -> Mark | None:
+        """Of what else a step changes."""
+        return self._mark
 
 
 def _resident_bytes() -> int:
     pages = int(linux.read("/proc/self/statm").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-class Mark:
-    """Random generators, and modules' buffers: what a forward changes."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._kept = [buffer.detach().clone() for buffer in self._buffers]
-        self.randomness = randomness.mark()
-
-    def take(self) -> None:
-        self.randomness = randomness.mark()
-        if self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
-
-    @property
-    def buffers(self) -> dict[int, torch.Tensor]:
-        return {buffer.data_ptr(): kept for buffer, kept in zip(self._buffers, self._kept, strict=True)}
-
-    def put_back(self) -> None:
-        randomness.go_back(self.randomness)
-        with torch.no_grad():
-            for buffer, kept in zip(self._buffers, self._kept, strict=True):
-                buffer.copy_(kept)
 
 
 def _kept(call: Callable[..., Any], instead: Callable[..., Any] = lambda *_, **__: None) -> Callable[..., Any]:

@@ -41,7 +41,7 @@ class Worlds:
         self._run, self._options, self._modules, self._state = run, options, modules, state
         self._cursors, self._accumulation, self._requests = cursors, accumulation, requests
         self.checkpointer: Checkpointer | None = None
-        self.survival = survival.begin(state.values(), run.hooks) if options.stays else None
+        self.survival = survival.begin(state, run.hooks) if options.stays else None
         self.touched = False  # something counts a step that is not done yet
         self._torn = False  # a state is being loaded
 
@@ -143,11 +143,14 @@ class Worlds:
 
     def _offer(self) -> Offer:
         """If it is whole, and all of it: other ranks' shards it has not."""
-        if self.touched or self._torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
+        mark = self.survival.mark if self.survival is not None else None
+        torn = self._torn or (mark is not None and not mark.whole)
+        if self.touched or torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
             self._accumulation.lack()
             return Offer()
         self._accumulation.offer()
-        return Offer(self._run.generation, self._cursors.step, self._accumulation.done, self.checkpointer.term)
+        done, term = self._accumulation.done, self.checkpointer.term
+        return Offer(self._run.generation, self._cursors.step, done, term, self._cursors.world_size)
 
     def _inherited(self) -> Offer:
         """What a rank of the last world has left to this one, if it had to."""
@@ -165,7 +168,9 @@ class Worlds:
         mine = self._offer()
         if mine == Offer():
             return None
-        fd = wills.write(self._state, mine, self.survival.randomness, self.survival.buffers)
+        mark = self.survival.mark
+        state, instead = ({**self._state, **mark.values}, mark.tensors) if mark is not None else (self._state, {})
+        fd = wills.write(state, mine, self.survival.randomness, instead)
         if self._offer() != mine:
             os.close(fd)
             return None

@@ -17,6 +17,7 @@ import sys
 import termios
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -31,9 +32,9 @@ ESTABLISHED = 1  # as Linux has it in the first byte of tcp_info
 # What takes all ranks, or another one.
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
-    "new_subgroups", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
-    "send", "split_group",
+    "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend",
+    "monitored_barrier", "new_group", "new_subgroups", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "scatter", "scatter_object_list", "send", "split_group",
 )  # fmt: skip
 GROUPS = ("new_group", "new_subgroups", "split_group")
 
@@ -51,6 +52,7 @@ _early = ""  # what the program called for all ranks before that
 _on_own_group: Callable[[str], None] | None = None
 _wanted: Made | None = None
 _level: int | None = None  # of those logs, while they are hushed
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 
 
@@ -58,17 +60,17 @@ def install() -> None:
     """Note the connections of all groups from now on."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
+    from torch.nn.parallel import DistributedDataParallel
 
     if (make := getattr(c10d, "_new_process_group_helper", None)) is not None:
         c10d._new_process_group_helper = _noting(make)
     for name in COLLECTIVES:
         if (call := getattr(c10d, name, None)) is not None:
-            setattr(c10d, name, _watched(name, call))
-            setattr(dist, name, getattr(c10d, name))
-    if os.environ.get(STAYED) or os.environ.get(STANDBY):
-        from torch.nn.parallel import DistributedDataParallel
-
-        DistributedDataParallel.__init__ = _silent(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+            watched = _watched(name, call)
+            for module in (c10d, dist, sys.modules.get("torch.distributed.device_mesh")):
+                if getattr(module, name, None) is call:
+                    setattr(module, name, watched)
+    DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)  # type: ignore[method-assign]
     if os.environ.get(STANDBY):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -131,15 +133,25 @@ def refuse_to_stand_by(why: str) -> NoReturn:
     os._exit(1)
 
 
-def _silent(init: Callable[..., None]) -> Callable[..., None]:
-    """A new rank among old ones: they have wrapped their modules long ago, and bring the weights along. What it wraps
-    when it has them is wrapped by all."""
+def _noted(init: Callable[..., None]) -> Callable[..., None]:
+    """Of a new rank among old ones without a word to them: they have wrapped their modules long ago, and bring the
+    weights along. What is wrapped after that is wrapped by all."""
+    alone = bool(os.environ.get(STAYED) or os.environ.get(STANDBY))
 
     @functools.wraps(init)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        init(*args, **(kwargs if _settled else {**kwargs, "init_sync": False}))
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **({**kwargs, "init_sync": False} if alone and not _settled else kwargs))
+        if not _settled:
+            _wrappers.add(self)
+        elif _on_own_group is not None:
+            _on_own_group("DistributedDataParallel")
 
     return __init__
+
+
+def wrappers() -> list[Any]:
+    """Each DistributedDataParallel that the program has made before `run.attach()` and still has."""
+    return list(_wrappers)
 
 
 def _noting(make: Callable[..., Any]) -> Callable[..., Any]:

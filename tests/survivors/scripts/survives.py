@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import holdfast
@@ -75,12 +77,48 @@ class Watched:
         self._kills.at("load")
 
 
+class Counts(nn.Module):
+    """By a buffer that is another tensor after each forward."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return x
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+
+    def add(self, samples: int) -> None:
+        self.counts[0] += 1
+        self.counts[1] += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = state["counts"]
+
+
 def say(run: holdfast.Run, **more: Any) -> None:
     line = {"rank": run.rank, "generation": run.generation, "pid": os.getpid(), "world_size": run.world_size, **more}
     line |= {"node": int(os.environ.get("NODE", "0")), "run_id": os.environ["TORCHELASTIC_RUN_ID"]}
     line |= {"restart_count": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
     with open(os.environ["NEWS"], "w") as news:
         news.write(json.dumps(line) + "\n")
+
+
+def digest(model: nn.Module) -> str:
+    made = hashlib.sha256()
+    for value in model.state_dict().values():
+        made.update(value.numpy().tobytes())
+    return made.hexdigest()
 
 
 def sharded(model: nn.Sequential) -> nn.Module:
@@ -108,16 +146,18 @@ def main() -> nn.Module:
     parser.add_argument("--kills", type=json.loads, default=[])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--pace", type=float, default=0.0)
-    parser.add_argument("--buffers", action="store_true")
+    parser.add_argument("--buffers", action="store_true", help="and all else that a step changes besides weights")
     parser.add_argument("--dropout", action="store_true")
     parser.add_argument("--hidden", type=int, default=32, help="neurons: of many, a message has megabytes")
     parser.add_argument("--train", action="store_true", help="by run.train")
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
     parser.add_argument("--group", action="store_true", help="that is in a group of its own")
     parser.add_argument("--early", action="store_true", help="a collective of its own before run.attach()")
+    parser.add_argument("--per-rank", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--stays", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--inner", action="store_true", help="attached is what is in DDP, not DDP")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     args = parser.parse_args()
@@ -129,19 +169,24 @@ def main() -> nn.Module:
         dist.barrier()
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, args.hidden)
-    layers: list[nn.Module] = [first, nn.GELU()]
+    layers: list[nn.Module] = [Counts()] if args.buffers else []
+    layers += [first, nn.GELU()]
     layers += [nn.BatchNorm1d(args.hidden)] if args.buffers else []
     layers += [nn.Dropout(0.2)] if args.dropout else []
     plain = nn.Sequential(*layers, nn.Linear(args.hidden, WIDTH))
     model: nn.Module = sharded(plain) if args.fsdp else DistributedDataParallel(plain)
+    average, tally = AveragedModel(plain if args.buffers else nn.Identity()), Tally()
+    others = {"average": average, "tally": tally, "tokens": 0} if args.buffers else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     data = torch.randn(args.steps * 16, WIDTH)
-    dataset = TensorDataset(data, data.roll(1, dims=1).sin())
+    dataset = TensorDataset(data, data.roll(1, dims=1).sin(), torch.arange(len(data)))
     run = holdfast.init(
         save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
     )
-    run.attach(model=model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills))
+    run.attach(
+        model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills), **others
+    )
     if args.hooks:
         add_hooks(run, args.unhealthy)
     torch.manual_seed(run.rank)  # for dropout
@@ -153,8 +198,11 @@ def main() -> nn.Module:
 
     def train() -> None:
         group = dist.new_group() if args.group else None
-        for x, y in run.batches(dataset, 16, epochs=1, shuffle=False):
+        for x, y, used in run.batches(dataset, 16, epochs=1, shuffle=False, per_rank=args.per_rank):
             kills.step = run.steps_done + 1
+            if args.buffers:
+                tally.add(len(x))
+                run.state["tokens"] += len(x)
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -162,9 +210,13 @@ def main() -> nn.Module:
                 dist.all_reduce(torch.ones(1), group=group)
             optimizer.step()
             scheduler.step()
+            if args.buffers:
+                average.update_parameters(plain)
+            done = {"rate": optimizer.param_groups[0]["lr"], "ranks": run.world_size}
             run.step(loss=loss)
             if run.steps_done == kills.step:  # else this one could not be done
-                say(run, step=run.steps_done, rate=scheduler.get_last_lr()[0])
+                done |= {"used": used.tolist(), "weights": digest(plain)} if args.per_rank else {}
+                say(run, step=run.steps_done, **done)
             time.sleep(args.pace)
 
     if args.train:
@@ -176,7 +228,8 @@ def main() -> nn.Module:
         if run.rank_zero:
             torch.save(whole, STATE / "weights.pt")
     elif run.rank_zero:
-        state = [plain.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+        state: list[Any] = [plain.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+        state += [average.state_dict(), tally.counts, run.state["tokens"]] if args.buffers else []
         torch.save(state, STATE / "weights.pt")
     run.close()
     dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""What can be given another process group, and what becomes of it; in a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.training import rebuilding
+from holdfast.worker import groups
+
+
+def begin_world() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In which what is wrapped is noted, as in a rank."""
+    monkeypatch.setattr(DistributedDataParallel, "__init__", groups._noted(DistributedDataParallel.__init__))
+    begin_world()
+    yield
+    groups._wrappers.clear()
+    dist.destroy_process_group()
+
+
+def hinders(*state: Any) -> str:
+    modules = rebuilding.held(state)
+    return rebuilding.hinders(modules, [value for value in state if not isinstance(value, nn.Module)])
+
+
+def test_shards_of_all_ranks_in_a_row_do_not_hinder() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model)
+    assert hinders(model) == ""
+
+
+def test_a_mesh_of_two_dimensions() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    assert hinders(model).startswith("shards on a mesh that is not all ranks in a row cannot be given another")
+
+
+def test_tensor_parallelism_alone() -> None:
+    model = distribute_module(nn.Linear(2, 2), init_device_mesh("cpu", (1,)))
+    assert hinders(model).startswith("shards that are not of fully_shard (tensor parallelism, say)")
+
+
+def test_a_wrapped_module_that_is_not_attached() -> None:
+    inner, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapped = DistributedDataParallel(inner)
+    assert rebuilding.held([inner]) == [inner, wrapped] and hinders(inner) == hinders(wrapped) == ""
+    assert hinders(other) == (
+        "a DistributedDataParallel that is not attached cannot be kept the same on all ranks; attach it, too"
+    )
+    del wrapped
+    assert hinders(other) == "", "nobody has it any more"
+
+
+def test_a_hook_and_a_static_graph_are_there_in_the_next_world() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), static_graph=True)
+    asked: list[dist.ProcessGroup] = []
+
+    def noted(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        asked.append(dist.group.WORLD)  # type: ignore[arg-type]
+        return default_hooks.allreduce_hook(asked[-1], bucket)
+
+    model.register_comm_hook(None, lambda state, bucket: noted(bucket))
+    x = torch.ones(4, 2)
+    expected = torch.autograd.grad(model.module(x).sum(), list(model.parameters()))
+    for world in range(3):
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))  # type: ignore[arg-type]
+        assert asked and all(group is dist.group.WORLD for group in asked), world
+        asked.clear()
+        rebuilding.release([model])
+        dist.destroy_process_group()
+        begin_world()
+        rebuilding.renew([model])
