@@ -30,6 +30,9 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     world_size: int = 0  # that the learning rate is meant for: one rank may have scaled it already, and another not
 
 
+UNFIT = Offer(step=-2)  # of a rank that has trained, and has no state that is whole
+
+
 class Said(msgspec.Struct, frozen=True, array_like=True):
     offer: Offer
     machine: str  # whose GPU it uses, if it does
@@ -44,6 +47,7 @@ class Decided(msgspec.Struct, frozen=True, array_like=True):
     lack: tuple[int, ...]
     near: bool = False  # all these can open the memory of each other's GPUs
     desks: bool = False  # all ranks have one
+    unfit: bool = False  # some rank can neither give a state nor begin with the one it has
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -59,12 +63,13 @@ class Checkpoints(Checkpointer):
     def __init__(self, mine: Offer, directory: Any, state: dict[str, Any], **options: Any) -> None:
         self._mine = mine
         self.decided: Decided | None = None  # None: no rank has anything
+        self.unfit = False
         super().__init__(directory, state, **options)
 
     def _all_have(self, desk: bool) -> bool:
         said = msgspec.json.encode(Said(self._mine, direct.machine(), desk))
         decided = msgspec.json.decode(self.together.agree(said, _decide), type=Decided)
-        self.decided = decided if decided.best.step >= 0 else None
+        self.decided, self.unfit = decided if decided.best.step >= 0 else None, decided.unfit
         return decided.desks
 
 
@@ -76,7 +81,8 @@ def _decide(said: list[bytes]) -> bytes:
     lack = tuple(rank for rank, offer in enumerate(offers) if offer != best)
     machines = {ranks[rank].machine for rank in (source, *lack)}
     near = len(machines) == 1 and "" not in machines
-    return msgspec.json.encode(Decided(source, best, lack, near, all(each.desk for each in ranks)))
+    desks, unfit = all(each.desk for each in ranks), UNFIT in offers
+    return msgspec.json.encode(Decided(source, best, lack, near, desks, unfit))
 
 
 def hand_over(

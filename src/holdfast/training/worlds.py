@@ -14,7 +14,7 @@ from holdfast.checkpoint.restore import Restored
 from holdfast.training import handover, rebuilding, survival, wills
 from holdfast.training.accumulation import Accumulation
 from holdfast.training.cursors import Cursors
-from holdfast.training.handover import Checkpoints, Decided, Offer
+from holdfast.training.handover import UNFIT, Checkpoints, Decided, Offer
 from holdfast.training.options import Options
 from holdfast.training.requests import Requests
 from holdfast.wire import messages
@@ -85,7 +85,7 @@ class Worlds:
                 if not survives.outlives(failure):
                     raise
                 failure.__traceback__ = None
-            mine = Offer() if self._torn else mine
+            mine = UNFIT if self._torn else mine
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -109,6 +109,11 @@ class Worlds:
         self._torn = False
         if restored is not None:
             self._cursors.begin(restored.step, restored.epoch, checkpointer.restored_rank_state)
+        elif checkpointer.unfit:
+            why = "no rank has a whole state in memory, and nothing was saved yet"
+            if self.survival is not None:
+                self.survival.withdraw(why)
+            raise RuntimeError(f"{why}; training begins again")
         elif os.environ.get(STAYED):
             # From the beginning, and nobody else has seen to it that all have the same weights.
             handover.from_rank_zero(checkpointer.together, self._state)
@@ -147,7 +152,7 @@ class Worlds:
         torn = self._torn or (mark is not None and not mark.whole)
         if self.touched or torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
             self._accumulation.lack()
-            return Offer()
+            return UNFIT
         self._accumulation.offer()
         done, term = self._accumulation.done, self.checkpointer.term
         return Offer(self._run.generation, self._cursors.step, done, term, self._cursors.world_size)
@@ -166,7 +171,7 @@ class Worlds:
         stuck, or busy, and may have gone on while this was written."""
         assert self.survival is not None
         mine = self._offer()
-        if mine == Offer():
+        if mine == UNFIT:
             return None
         mark = self.survival.mark
         state, instead = ({**self._state, **mark.values}, mark.tensors) if mark is not None else (self._state, {})
