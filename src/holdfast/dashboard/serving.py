@@ -46,8 +46,10 @@ def serve(
     token_file: str | None = None,
     parent: int | None = None,
     record: str | None = None,
+    token: str = "",
 ) -> None:
-    """Until SIGTERM or Ctrl-C; with a `parent`, until it or its job has ended. Raises NoPage."""
+    """Until SIGTERM or Ctrl-C; with a `parent`, until it or its job has ended. `token`: one for readers, if they need
+    one; '' for a new one. Raises NoPage."""
     if parent is not None:
         linux.die_with_parent(parent)
     try:
@@ -55,8 +57,8 @@ def serve(
     except OSError as failure:
         raise NoPage(f"cannot read the record in {run_dir}: {failure.strerror}; name a run directory") from None
     live.update()
-    server = _listening(listen, live)
-    reading = _reading_token(server, token_file)
+    server = _listening(listen, live, "--listen" if parent is None else "--dashboard")
+    reading = _reading_token(server, token_file, token)
     control = tokens.kept(run_dir)
     server.access = tokens.Access(reading, control, server.server_port)
     ending = threading.Event()
@@ -90,7 +92,8 @@ def _exporting(live: Live) -> Export | None:
         return None
 
 
-def _listening(listen: str | None, live: Live) -> Server:
+def _listening(listen: str | None, live: Live, flag: str) -> Server:
+    """`flag`: by which the person has said where."""
     try:
         host, port = parse_listen(listen or str(PORT))
     except ValueError as failure:
@@ -102,10 +105,10 @@ def _listening(listen: str | None, live: Live) -> Server:
     try:
         return Server(host, port, live)
     except OSError as failure:
-        raise NoPage(f"cannot listen on {host}:{port}: {failure.strerror}; choose another with --listen") from None
+        raise NoPage(f"cannot listen on {host}:{port}: {failure.strerror}; choose another with {flag}") from None
 
 
-def _reading_token(server: Server, token_file: str | None) -> str | None:
+def _reading_token(server: Server, token_file: str | None, token: str) -> str | None:
     if token_file is not None:
         try:
             return tokens.read(token_file)
@@ -113,7 +116,7 @@ def _reading_token(server: Server, token_file: str | None) -> str | None:
             raise NoPage(f"cannot read {token_file}: {failure.strerror}; it holds the token") from None
         except tokens.Unusable as failure:
             raise NoPage(str(failure)) from None
-    return None if tokens.is_loopback(server.server_name) else tokens.made()
+    return None if tokens.is_loopback(server.server_name) else token or tokens.made()
 
 
 def _announce(server: Server, reading: str | None, run_dir: str) -> None:
