@@ -38,7 +38,7 @@ def lines(job: Watched, columns: int = 0) -> list[str]:
 def as_json(job: Watched) -> dict[str, Any]:
     """The folded record, and what follows from it. Names are kept stable."""
     folded: dict[str, Any] = msgspec.to_builtins(job.state)
-    del folded["_world_saving_s"], folded["_worlds_saving_s"]
+    folded = {name: value for name, value in folded.items() if not name.startswith("_")}
     stands = job.word
     return {
         **folded,

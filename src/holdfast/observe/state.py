@@ -1,7 +1,12 @@
-"""How a job stands: its record, folded up. Every view of a job, on a page, in a terminal or as metrics, is of this."""
+"""How a job stands: its record, folded up. Every view of a job, on a page, in a terminal or as metrics, is of this.
+
+A node's lines may come late: to a coordinator that takes over they are told again from the beginning. Of two lines that
+say the same kind of thing, the one that was written later holds.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import msgspec
@@ -95,6 +100,8 @@ class State(msgspec.Struct):
     ended: record.JobEnded | None = None
     _worlds_saving_s: float = 0.0  # of those that are over
     _world_saving_s: float = 0.0
+    _step_s: float = 0.0  # when the line was written that `step` is from
+    _trained_s: float = 0.0  # and the one that the loss is from
 
     @property
     def world(self) -> World | None:
@@ -137,7 +144,7 @@ class State(msgspec.Struct):
     def take(self, noted: Noted) -> None:
         self.at_s = max(self.at_s, noted.at_s)
         if (node := self.nodes.get(noted.node)) is not None:
-            node.heard_s = noted.at_s
+            node.heard_s = max(node.heard_s, noted.at_s)
         match noted.what:
             case record.JobStarted() as job:
                 self._job_started(noted, job)
@@ -183,9 +190,9 @@ class State(msgspec.Struct):
                 if noted.node == self.lead:  # the others have it too, on their own clocks
                     self._incident(incident)
             case record.CheckpointSaved(step=step, checkpoint=name, bytes=size, seconds=seconds):
-                self.checkpoint = Saved(step, noted.at_s, name, size, seconds)
+                self._saved(Saved(step, noted.at_s, name, size, seconds))
             case record.CheckpointPersisted(step=step, checkpoint=name, bytes=size, seconds=seconds, committed=True):
-                self.checkpoint = Saved(step, noted.at_s, name, size, seconds)
+                self._saved(Saved(step, noted.at_s, name, size, seconds))
             case record.CheckpointFailed():
                 self.checkpoint_failures += 1
             case record.CheckpointRestored(generation=generation, step=step):
@@ -223,15 +230,15 @@ class State(msgspec.Struct):
         if world is None:
             return
         if max(progress.steps, default=0) > world.steps:
-            self.progressed_s = noted.at_s
+            self.progressed_s = max(self.progressed_s, noted.at_s)
         world.base = progress.base if progress.base >= 0 else world.base
         world.steps = max(world.steps, *progress.steps, 0)
         self._world_saving_s = max(self._world_saving_s, progress.saving_s)
-        self.step = max(0, world.base) + world.steps
+        self._stepped(noted.at_s, max(0, world.base) + world.steps)
         for at in range(max(len(progress.steps), len(progress.phases))):
             if (rank := self._rank(progress.generation, progress.first_rank + at)) is None:
                 continue
-            rank.steps = _get(progress.steps, at)
+            rank.steps = max(rank.steps, _get(progress.steps, at))
             rank.step_s = _get(progress.step_us, at) / 1e6 or rank.step_s
             rank.own_s = _get(progress.own_us, at) / 1e6 or rank.own_s
             if rank.state in PHASES:
@@ -242,15 +249,30 @@ class State(msgspec.Struct):
             self.paces = _with(self.paces, Point(noted.at_s, self.step, self.step_s))
 
     def _trained(self, noted: Noted, trained: record.Trained) -> None:
+        self._stepped(noted.at_s, trained.step)
+        self.progressed_s = max(self.progressed_s, noted.at_s)
+        if trained.loss is not None:
+            self.losses = _with(self.losses, Point(noted.at_s, trained.step, trained.loss))
+        if noted.at_s < self._trained_s:
+            return
+        self._trained_s = noted.at_s
         self.epoch, self.samples_per_s, self.steps_left = trained.epoch, trained.samples_per_s, trained.steps_left
-        self.step, self.progressed_s = trained.step, noted.at_s
         if trained.loss is not None:
             self.loss = trained.loss
-            self.losses = _with(self.losses, Point(noted.at_s, trained.step, trained.loss))
+
+    def _stepped(self, at_s: float, step: int) -> None:
+        if at_s >= self._step_s:
+            self._step_s, self.step = at_s, step
+
+    def _saved(self, saved: Saved) -> None:
+        if self.checkpoint is None or saved.at_s >= self.checkpoint.at_s:
+            self.checkpoint = saved
 
     def _incident(self, incident: record.IncidentNoted) -> None:
+        """One without a restart ends the job, which is told next, or the world goes on: with min-healthy."""
         self.incidents[incident.number] = incident
-        if (world := self._world(incident.generation)) is not None:
+        world = self._world(incident.generation)
+        if world is not None and incident.restarted:
             world.ended_s = max(0.0, self.at(incident.failed_at_s))
 
     def _world(self, generation: int) -> World | None:
@@ -277,7 +299,10 @@ def fold(notes: Iterable[Noted]) -> State:
 
 
 def _with(points: list[Point], point: Point) -> list[Point]:
-    return [*points, point] if len(points) < MAX_POINTS else [*points[::2], point]
+    """By order of time."""
+    kept = points if len(points) < MAX_POINTS else points[::2]
+    at = bisect_right(kept, point.at_s, key=lambda each: each.at_s)
+    return [*kept[:at], point, *kept[at:]]
 
 
 def _get(values: tuple[int, ...], at: int) -> int:
