@@ -104,6 +104,15 @@ def test_an_end(outcome: str, state: str) -> None:
     assert found["holdfast_wall_seconds_total"] == "60.0"  # it does not run on
 
 
+def test_an_agent_that_is_gone_without_a_word() -> None:
+    told = full("r", BEGAN_S)
+    found = {line.partition(" ")[0]: line for line in render(told.state, BEGAN_S + 60, is_gone=True).splitlines()}
+    assert found['holdfast_up{run_id="r"}'].endswith(" 0")
+    assert found['holdfast_state{run_id="r",state="failed"}'].endswith(" 1")
+    told.end(60.0, "succeeded")
+    assert 'state="succeeded"} 1' in render(told.state, is_gone=True), "unless there is a word"
+
+
 def test_the_job_is_as_long_as_its_record_or_until_now() -> None:
     told = Told("r", BEGAN_S)
     assert values(told.state)["holdfast_wall_seconds_total"] == "10.0"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast import linux
@@ -54,9 +54,9 @@ def serve(
         linux.die_with_parent(parent)
     try:
         live = Live(run_dir, record)
+        live.update()
     except OSError as failure:
         raise NoPage(f"cannot read the record in {run_dir}: {failure.strerror}; name a run directory") from None
-    live.update()
     server = _listening(listen, live, "--listen" if parent is None else "--dashboard")
     reading = _reading_token(server, token_file, token)
     control = tokens.kept(run_dir)
@@ -67,12 +67,24 @@ def serve(
     server.start()
     _announce(server, reading, run_dir)
     exporting = _exporting(live)
-    while not ending.wait(TICK_S):
-        if live.update() and parent is not None:
-            break
+    follow(live, lambda: ending.wait(TICK_S), parent is not None, _complain)
     live.close(LAST_S)
     if exporting is not None:
         exporting.close()
+
+
+def follow(live: Live, ends: Callable[[], object], to_its_end: bool, complain: Callable[[str], None]) -> None:
+    """Update until it ends, or the job has. A record that cannot be read for a while, on a network say, is told of
+    once: what was read before is still shown."""
+    complained = False
+    while not ends():
+        try:
+            if live.update() and to_its_end:
+                return
+        except OSError as failure:
+            if not complained:
+                complain(f"cannot read the record: {failure.strerror}; the page shows what it knows, and tries on")
+            complained = True
 
 
 def _exporting(live: Live) -> Export | None:
@@ -82,14 +94,15 @@ def _exporting(live: Live) -> Export | None:
         return None
     from holdfast.observe import otel
 
-    def complain(text: str) -> None:
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
-
     try:
-        return otel.export(lambda: live.with_state(copy.deepcopy), endpoint, complain=complain)
+        return otel.export(live.measure, endpoint, complain=_complain)
     except otel.NoExport as failure:
-        complain(f"{COLLECTOR} is set, but {failure}; the page goes on without")
+        _complain(f"{COLLECTOR} is set, but {failure}; the page goes on without")
         return None
+
+
+def _complain(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def _listening(listen: str | None, live: Live, flag: str) -> Server:
