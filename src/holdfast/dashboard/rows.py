@@ -41,6 +41,7 @@ def of_incident(state: State, incident: Incident) -> Row:
         _short(incident.lost_s),
         incident.restarted,
         isinstance(incident, IncidentClosed),
+        incident.failed_again_at_s is not None,
     )
 
 

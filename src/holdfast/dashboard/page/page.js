@@ -10,7 +10,7 @@ const RETRY_MS = 1000;
 const LATER_MS = 2000; // where the server has said that it ends: somebody may start it again
 const PHASES = {
   training: ["●", "Training"], starting: ["◐", "Starting"], recovering: ["↻", "Recovering"], succeeded: ["✓", "Succeeded"],
-  gone: ["✕", "The agent is gone without a word"],
+  preempted: ["■", "Stopped"], gone: ["✕", "The agent is gone without a word"],
 };
 const TILES = ["Step", "Loss", "Step time", "Time lost", "Incidents", "Checkpoint", "Running for"];
 
@@ -170,7 +170,7 @@ function begin() {
     byId("tiles").append(make("div", "", ...parts));
   }
   ranks.begin((rank) =>
-    control.ask(`Kill rank ${rank}?`, "Its process gets SIGKILL. The job takes that as a failure: all ranks restart, if a restart is left.",
+    control.ask(`Kill rank ${rank}?`, "Its process gets SIGKILL. The job takes that as a failure: if a restart is left, a new world begins, and ranks that cannot stay in their processes start anew.",
       `Kill rank ${rank}`, `kill?rank=${rank}`));
   charts.begin(incidents.show);
   incidents.begin();
