@@ -107,6 +107,8 @@ def test_it_follows_the_job(tab: Tab, tmp_path: Path, open_page: Open) -> None:
     made.add(record.Trained(123, "2", 0.5), 12.0)
     tab.until("document.querySelector('#tiles').innerText.includes('123')")
     tab.until("document.querySelector('#state').textContent.includes('generation 1')")
+    made.add(record.StandbyReady(0, 300, 312_000_000, 1_500_000_000), 13.0)
+    tab.until("document.querySelector('#world').textContent.endsWith(', 1 process stands by (312 MB, 1.5 GB on GPUs)')")
     made.add(record.JobEnded("error", "no restarts left", 130, 20.0, 0.1), 20.0)
     tab.until("document.querySelector('#state').textContent === 'Failed: error'")
     assert tab.text("#reason") == "no restarts left"

@@ -53,6 +53,9 @@ def test_a_full_state_is_told() -> None:
     assert found['holdfast_rank_steps{rank="3",node="n2"}'] == "60"
     assert found['holdfast_rank_step_duration_seconds{rank="1",node="n1"}'] == "0.25"
     assert found['holdfast_rank_own_duration_seconds{rank="3",node="n2"}'] == "0.125"
+    assert found["holdfast_standby_processes"] == "1"
+    assert found['holdfast_standby_memory_bytes{memory="host"}'] == "4096"
+    assert found['holdfast_standby_memory_bytes{memory="gpu"}'] == "1024"
     straggles = {name: value for name, value in found.items() if "straggles" in name}
     assert straggles == {f'holdfast_rank_straggles{{rank="{n}",node="n{n // 2 + 1}"}}': "01"[n == 3] for n in range(4)}
 

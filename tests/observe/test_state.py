@@ -145,3 +145,29 @@ def test_stragglers_come_and_go() -> None:
     assert state.stragglers == [1]
     state.take(noted(9.1, record.StragglerGone(0, 1)))
     assert state.stragglers == []
+
+
+def test_processes_that_stand_by() -> None:
+    there = "n2:1"
+    state = fold(
+        started(
+            noted(0.2, record.JobStarted("job", "id2", 2, None, 5, "n2", 0.0), there),
+            noted(2.1, record.WorldLaunched(0, 4, 0, first_rank=2, local_size=2), there),
+            noted(5.0, record.StandbyReady(0, 200, 1_000, 10)),
+            noted(5.1, record.StandbyReady(1, 201, 1_000, 20)),
+            noted(5.2, record.StandbyReady(0, 200, 4_000), there),
+        )
+    )
+    assert (len(state.standing_by), state.standby_bytes) == (3, (6_000, 30))
+    state.take(noted(6.0, record.StandbyEnded(1, 201)))
+    state.take(noted(10.0, record.WorldLaunched(1, 2, 1, local_size=2, stayed=(0, 1))))
+    assert [each.pid for each in state.standing_by] == [200], "the other node may be gone"
+    state.take(noted(10.1, record.WorldStarted(1, {0: 100, 1: 200})))
+    assert state.standing_by == [], "it is a rank now"
+    state.take(noted(10.2, record.WorldLaunched(1, 2, 1, first_rank=2, local_size=2), there))
+    assert state.standby_bytes == (4_000, 0), "another node's process may have the same number"
+    state.take(noted(12.0, record.StandbyReady(0, 300, 1_000, 10)))
+    state.take(noted(13.0, record.StandbyReady(0, 301, 2_000, 10)))
+    assert state.standby_bytes == (6_000, 10), "one for a local rank"
+    state.take(noted(14.0, record.JobEnded("succeeded", "", 5, 9.0, 1.0)))
+    assert state.standing_by == []

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from harness import Job
+from holdfast.observe import record
+from holdfast.observe.state import fold
 
 SCRIPT = Path(__file__).parent / "scripts" / "survives.py"
 STEPS = 30
@@ -239,6 +241,11 @@ def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> Non
     assert pids(job, 1) == [victim, standby["pid"]] and len(pids(job, 0)) == 1
     assert all(done == list(range(done[0], 201)) for done in steps(job).values())
     assert len(job.events("standby.ready")) == 2, "another one is started"
+    notes = record.read(job.run_dir / record.NAME)
+    names = [noted.what for noted in notes]
+    second = next(at for at, what in enumerate(names) if isinstance(what, record.WorldStarted) and what.generation == 1)
+    assert [each.pid for each in fold(notes[:second]).standing_by] == [standby["pid"]]
+    assert fold(notes[: second + 1]).standing_by == []
     assert job.leftovers() == []
 
 

@@ -57,6 +57,7 @@ def families(state: State, now_s: float | None = None, is_gone: bool = False) ->
         _of_job(state, began_s, now_s, is_gone),
         _of_training(state, began_s),
         _of_world(state, began_s),
+        _of_standbys(state),
         _of_incidents(state),
         _of_checkpoints(state, began_s),
         _of_ranks(state),
@@ -121,6 +122,12 @@ def _of_world(state: State, began_s: float | None) -> Iterator[Family]:
     for rank in state.ranks.values():
         counts[rank.state] = counts.get(rank.state, 0) + 1
     yield _each("holdfast_ranks", "Ranks of the newest world, by what they are at.", "state", counts)
+
+
+def _of_standbys(state: State) -> Iterator[Family]:
+    yield _gauge("holdfast_standby_processes", "Processes that wait to be ranks.", len(state.standing_by))
+    taken = dict(zip(("host", "gpu"), state.standby_bytes, strict=True))
+    yield _each("holdfast_standby_memory_bytes", "Memory that they take.", "memory", taken)
 
 
 def _of_incidents(state: State) -> Iterator[Family]:

@@ -7,7 +7,7 @@ say the same kind of thing, the one that was written later holds.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -57,6 +57,16 @@ class Node(msgspec.Struct):
     ended: bool = False
 
 
+class Standby(msgspec.Struct):
+    """A process that waits to be a rank, and the memory it takes for that."""
+
+    node: str
+    local_rank: int
+    pid: int
+    host_bytes: int
+    gpu_bytes: int
+
+
 class Point(msgspec.Struct, array_like=True):
     at_s: float
     step: int
@@ -90,6 +100,7 @@ class State(msgspec.Struct):
     nodes: dict[str, Node] = {}
     worlds: list[World] = []
     ranks: dict[int, Rank] = {}
+    standbys: list[Standby] = []
     incidents: dict[int, Incident] = {}
     checkpoint: Saved | None = None
     checkpoint_failures: int = 0
@@ -135,6 +146,18 @@ class State(msgspec.Struct):
     def stragglers(self) -> list[int]:
         return [rank.rank for rank in self.ranks.values() if rank.straggles]
 
+    @property
+    def standing_by(self) -> list[Standby]:
+        """Those that can take a rank's place: a node that is not in the world may be gone, and its own with it."""
+        nodes = self.world.nodes if self.world is not None and self.ended is None else []
+        return [standby for standby in self.standbys if standby.node in nodes]
+
+    @property
+    def standby_bytes(self) -> tuple[int, int]:
+        """What they take of the machines' memory, and of the GPUs'."""
+        waiting = self.standing_by
+        return sum(each.host_bytes for each in waiting), sum(each.gpu_bytes for each in waiting)
+
     def at(self, monotonic_s: float) -> float:
         """A time of the leading node's clock, as the record counts."""
         return monotonic_s - self.clock_s
@@ -151,6 +174,7 @@ class State(msgspec.Struct):
             case record.JobEnded() as ended:
                 if noted.node in self.nodes:
                     self.nodes[noted.node].ended = True
+                self.standbys = [each for each in self.standbys if each.node != noted.node]
                 if noted.node == self.lead:
                     self.ended = ended
             case record.WorldLaunched() as launched:
@@ -159,6 +183,7 @@ class State(msgspec.Struct):
                 for number, pid in pids.items():
                     if (rank := self._rank(generation, number)) is not None:
                         rank.pid = pid
+                self._stands_by_no_more(noted.node, pids.values())
                 if (world := self._seen_by(noted.node, generation)) is not None:
                     world.started_s = noted.at_s
             case record.RankFirstStep(generation=generation, rank=number):
@@ -176,6 +201,11 @@ class State(msgspec.Struct):
             case record.RankHung(generation=generation, rank=number, what=what):
                 if (rank := self._rank(generation, number)) is not None:
                     rank.state, rank.text = "hung", what
+            case record.StandbyReady(local_rank=place, pid=pid, host_bytes=host, gpu_bytes=gpu):
+                others = [each for each in self.standbys if (each.node, each.local_rank) != (noted.node, place)]
+                self.standbys = [*others, Standby(noted.node, place, pid, host, gpu)]
+            case record.StandbyEnded(pid=pid):
+                self._stands_by_no_more(noted.node, (pid,))
             case record.Progress() as progress:
                 self._progressed(noted, progress)
             case record.Trained() as trained:
@@ -267,6 +297,10 @@ class State(msgspec.Struct):
     def _saved(self, saved: Saved) -> None:
         if self.checkpoint is None or saved.at_s >= self.checkpoint.at_s:
             self.checkpoint = saved
+
+    def _stands_by_no_more(self, node: str, pids: Collection[int]) -> None:
+        """It has ended, or is a rank now."""
+        self.standbys = [each for each in self.standbys if each.node != node or each.pid not in pids]
 
     def _incident(self, incident: record.IncidentNoted) -> None:
         """One without a restart ends the job, which is told next, or the world goes on: with min-healthy."""

@@ -71,7 +71,10 @@ function show() {
   say(byId("reason"), reason);
   const spare = nodes.filter(([name, , , ended]) => !ended && !ranks.hasNode(name)).map(([name]) => name);
   const beside = spare.length && head.generation !== null ? `, beside it: ${spare.length > 3 ? many(spare.length, "node") : spare.join(", ")}` : "";
-  say(byId("world"), of.slice(2) + beside);
+  const [waiting, host, gpu] = head.standby;
+  const memory = `${bytes(host)}${gpu ? `, ${bytes(gpu)} on GPUs` : ""}`;
+  const standby = waiting ? `, ${waiting === 1 ? "1 process stands" : `${count(waiting)} processes stand`} by (${memory})` : "";
+  say(byId("world"), of.slice(2) + beside + standby);
   byId("said").replaceChildren(...head.said.map((line) => make("li", "", line)));
   byId("s-said").hidden = head.said.length === 0;
   const acts = head.standing === "here" && !head.ended;
