@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import fields
 
 from holdfast.agent.records import Records
 from holdfast.agent.rundir import RunDirectory
@@ -54,6 +56,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_every_type_has_a_name_of_its_own() -> None:
     assert len(record.TYPES) == len(set(record.TYPES.values())) and "" not in record.TYPES
+
+
+def test_the_document_has_every_type_with_all_its_fields() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    rows = {
+        name: row
+        for row in re.findall(r"(?m)^\| `\w+\.?\w*`.*\|$", text.partition("## Events")[2].partition("\n## ")[0])
+        for name in re.findall(r"`([\w.]+)`", row.split("|")[1])
+    }
+    assert sorted(rows) == sorted(record.TYPES)
+    for name, kind in record.TYPES.items():
+        if not issubclass(kind, Incident):  # whose file is described elsewhere
+            missing = [field.encode_name for field in fields(kind) if f"`{field.encode_name}`" not in rows[name]]
+            assert missing == [], name
 
 
 def test_a_reader_that_starts_in_the_middle_loses_one_line_at_most(tmp_path: Path) -> None:

@@ -249,6 +249,17 @@ def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> Non
     assert job.leftovers() == []
 
 
+@pytest.mark.long
+def test_those_that_go_with_their_zygote_do_not_stand_by(job: Job) -> None:
+    env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
+    job.start(SCRIPT, "--steps=60", "--pace=0.02", nproc=2, max_restarts=1, flags=("--standby=1",), env=env)
+    job.wait_event("standby.ready")
+    os.kill(job.process("holdfast zygote"), signal.SIGKILL)
+    assert job.wait() == 0, job.err
+    [standby, *_] = job.events("standby.ready")
+    assert [ended["pid"] for ended in job.events("standby.ended")] == [standby["pid"]]
+
+
 @pytest.mark.parametrize("flag", ["--stays=0", pytest.param("--early", marks=pytest.mark.long)])
 def test_a_program_that_cannot_stand_by(job: Job, flag: str) -> None:
     """The job trains on without."""
