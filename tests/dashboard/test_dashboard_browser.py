@@ -107,9 +107,26 @@ def test_it_follows_the_job(tab: Tab, tmp_path: Path, open_page: Open) -> None:
     made.add(record.Trained(123, "2", 0.5), 12.0)
     tab.until("document.querySelector('#tiles').innerText.includes('123')")
     tab.until("document.querySelector('#state').textContent.includes('generation 1')")
+    made.add(record.StandbyReady(0, 300, 312_000_000, 1_500_000_000), 13.0)
+    tab.until("document.querySelector('#world').textContent.endsWith(', 1 process stands by (312 MB, 1.5 GB on GPUs)')")
     made.add(record.JobEnded("error", "no restarts left", 130, 20.0, 0.1), 20.0)
     tab.until("document.querySelector('#state').textContent === 'Failed: error'")
     assert tab.text("#reason") == "no restarts left"
+    assert tab.complaints() == []
+
+
+def test_an_end_on_request_is_no_failure(tab: Tab, tmp_path: Path, open_page: Open) -> None:
+    made = Made(tmp_path / "job_ab")
+    made.start([LEAD], 2)
+    made.launch(0, [LEAD], 2, 1.0)
+    made.incident(0, 0, 9.0, failed_again_at_s=made.clock_s + 11.0)
+    made.incident(1, 1, 11.0)
+    made.incident(2, 2, 13.0, restarted=False, action="1 healthy node goes on")
+    made.add(record.JobEnded("preempted", "stopped by SIGTERM", 130, 20.0, 2.1), 20.0)
+    see(tab, open_page(made.run_dir))
+    assert (tab.text("#state"), tab.text("#reason")) == ("Stopped", "stopped by SIGTERM")
+    then = "[...document.querySelectorAll('#incidents td[data-name=Then]')].map((cell) => cell.textContent)"
+    assert tab.eval(then) == ["no restart", "recovered", "failed again"]
     assert tab.complaints() == []
 
 
@@ -207,6 +224,7 @@ def test_a_rank_is_killed_with_the_control_token(
         tab.click('.cell[data-rank="0"]')
         tab.click("#rank button")
         assert tab.text("#act-title") == "Kill rank 0?"
+        assert "ranks that cannot stay in their processes start anew" in tab.text("#act-text")
         assert tab.eval("document.activeElement === document.querySelector('#act-token input')")
         tab.type("not the token")
         tab.key("Enter", 13)

@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from dashboard import fake_agent
 from dashboard.conftest import Open, Page
+from dashboard.fake_agent import answering, folded, told
 from dashboard.made_records import LEAD, Made, typical
 from holdfast.control.causes import Kind
 from holdfast.dashboard import live as lives
 from holdfast.dashboard.live import Live
-from holdfast.observe import record, state
+from holdfast.dashboard.serving import follow
+from holdfast.observe import metrics, record, state
 
 NODES = [LEAD, "gpu-a2:4101"]
 
@@ -157,6 +160,61 @@ def test_a_job_whose_agent_is_gone_does_not_look_alive(tmp_path: Path) -> None:
     live.update()
     live.update()
     assert json.loads(live.snapshot()[0])["head"]["phase"] == "starting", "of another machine nothing is known"
+
+
+def test_metrics_know_that_the_agent_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "STAND_S", 0.0)
+    monkeypatch.setattr(fake_agent, "HERE", here := f"{socket.gethostname()}:{os.getpid()}")
+    folded(tmp_path, os.getpid(), (here,))
+    live = Live(str(tmp_path))
+    assert live.measure(lambda _, there_s, is_gone: (there_s, is_gone)) == (None, False)
+
+    def measured() -> tuple[bool, float]:
+        text = live.measure(metrics.render)
+        [wall_s] = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("holdfast_wall_seconds_")]
+        return f'holdfast_up{{run_id="{live.state.run_id}"}} 1' in text, float(wall_s)
+
+    with answering(told(tmp_path)):
+        live.update()
+        live.update()
+        up, wall_s = measured()
+        assert up
+    live.update()
+    gone, frozen_s = measured()
+    assert not gone and frozen_s == wall_s
+    live.update()
+    assert measured() == (False, wall_s), "it does not run on"
+
+
+def test_who_comes_to_a_quiet_job_is_told_what_time_it_is(tmp_path: Path) -> None:
+    folded(tmp_path, os.getpid())
+    live = Live(str(tmp_path))
+    with answering(told(tmp_path)):
+        live.update()
+        live.update()
+        first = json.loads(live.snapshot()[0])
+        live.state.clock_s -= 60.0  # so much later
+        again = json.loads(live.snapshot()[0])
+    assert again["id"] == first["id"] and again["head"]["now_s"] - first["head"]["now_s"] == pytest.approx(60.0, abs=5)
+
+
+def test_a_record_that_cannot_be_read_for_a_while_is_said_once(made: Made) -> None:
+    live = Live(str(made.run_dir))
+    live.update()
+    good, live._reader = live._reader, record.Reader("/proc/self/mem")  # of which the first page is none
+    said: list[str] = []
+    looks = iter(range(4))
+
+    def ends() -> bool:
+        at = next(looks, None)
+        if at == 3:
+            made.add(record.JobEnded("succeeded", "", 10, 30.0, 0.0), 30.0)
+            live._reader = good
+        return at is None
+
+    follow(live, ends, True, said.append)
+    assert said == ["cannot read the record: Input/output error; the page shows what it knows, and tries on"]
+    assert next(looks, None) is None and live.state.ended is not None
 
 
 # -- over the wire ----------------------------------------------------------------------------------------------------

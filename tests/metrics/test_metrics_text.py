@@ -53,6 +53,9 @@ def test_a_full_state_is_told() -> None:
     assert found['holdfast_rank_steps{rank="3",node="n2"}'] == "60"
     assert found['holdfast_rank_step_duration_seconds{rank="1",node="n1"}'] == "0.25"
     assert found['holdfast_rank_own_duration_seconds{rank="3",node="n2"}'] == "0.125"
+    assert found["holdfast_standby_processes"] == "1"
+    assert found['holdfast_standby_memory_bytes{memory="host"}'] == "4096"
+    assert found['holdfast_standby_memory_bytes{memory="gpu"}'] == "1024"
     straggles = {name: value for name, value in found.items() if "straggles" in name}
     assert straggles == {f'holdfast_rank_straggles{{rank="{n}",node="n{n // 2 + 1}"}}': "01"[n == 3] for n in range(4)}
 
@@ -102,6 +105,15 @@ def test_an_end(outcome: str, state: str) -> None:
     ]
     assert found[f'holdfast_outcome_info{{outcome="{outcome}"}}'] == "1"
     assert found["holdfast_wall_seconds_total"] == "60.0"  # it does not run on
+
+
+def test_an_agent_that_is_gone_without_a_word() -> None:
+    told = full("r", BEGAN_S)
+    found = {line.partition(" ")[0]: line for line in render(told.state, BEGAN_S + 60, is_gone=True).splitlines()}
+    assert found['holdfast_up{run_id="r"}'].endswith(" 0")
+    assert found['holdfast_state{run_id="r",state="failed"}'].endswith(" 1")
+    told.end(60.0, "succeeded")
+    assert 'state="succeeded"} 1' in render(told.state, is_gone=True), "unless there is a word"
 
 
 def test_the_job_is_as_long_as_its_record_or_until_now() -> None:

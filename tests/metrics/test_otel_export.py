@@ -18,7 +18,7 @@ import pytest
 from holdfast.observe import record
 from holdfast.observe.events import EventLog
 from holdfast.observe.metrics import families
-from holdfast.observe.otel import NoExport, export
+from holdfast.observe.otel import NoExport, Source, export
 from metrics.told import Told, full
 
 try:
@@ -79,9 +79,13 @@ def points_of(metric: Any) -> dict[tuple[tuple[str, str], ...], float]:
     return found
 
 
+def shown(told: Told) -> Source:
+    return lambda make: make(told.state, time.time(), False)
+
+
 def test_a_collector_gets_all_that_prometheus_gets(receiver: Receiver) -> None:
     told = full("r", time.time() - 60.0)
-    running = export(lambda: told.state, receiver.address, every_s=3600.0)
+    running = export(shown(told), receiver.address, every_s=3600.0)
     path, request = receiver.got.get(timeout=WAIT_S)
     running.close()
     assert path == "/v1/metrics"
@@ -102,7 +106,7 @@ def test_a_collector_gets_all_that_prometheus_gets(receiver: Receiver) -> None:
 
 def test_counters_say_since_when(receiver: Receiver) -> None:
     told = full("r", 1_800_000_000.0)
-    running = export(lambda: told.state, f"{receiver.address}/somewhere/else", every_s=3600.0)
+    running = export(shown(told), f"{receiver.address}/somewhere/else", every_s=3600.0)
     path, request = receiver.got.get(timeout=WAIT_S)
     running.close()
     assert path == "/somewhere/else"
@@ -114,7 +118,7 @@ def test_counters_say_since_when(receiver: Receiver) -> None:
 
 def test_the_end_is_told_before_it_closes(receiver: Receiver) -> None:
     told = Told("r", time.time() - 60.0)
-    running = export(lambda: told.state, receiver.address, every_s=3600.0)
+    running = export(shown(told), receiver.address, every_s=3600.0)
     _, request = receiver.got.get(timeout=WAIT_S)
     assert points_of(metrics_of(request)["holdfast.up"]) == {(("run_id", "r"),): 1.0}
     told.end(61.0, "succeeded")
@@ -126,7 +130,7 @@ def test_the_end_is_told_before_it_closes(receiver: Receiver) -> None:
 def test_a_collector_that_refuses_is_told_of_once(receiver: Receiver) -> None:
     told, said = Told("r", time.time() - 60.0), queue.Queue[str]()
     receiver.code = 400  # which is not tried again
-    running = export(lambda: told.state, receiver.address, every_s=0.01, complain=said.put)
+    running = export(shown(told), receiver.address, every_s=0.01, complain=said.put)
     text = said.get(timeout=WAIT_S)
     assert text == f"metrics do not get through: no success at {receiver.address}; trying on"
     for _ in range(3):
@@ -140,10 +144,10 @@ def test_a_source_that_fails_does_not_end_it(receiver: Receiver) -> None:
     told, said = Told("r", time.time() - 60.0), queue.Queue[str]()
     failures = iter([OSError("no record")])
 
-    def source() -> Any:
+    def source(make: Any) -> Any:
         for failure in failures:
             raise failure
-        return told.state
+        return shown(told)(make)
 
     running = export(source, receiver.address, every_s=0.01, complain=said.put)
     assert said.get(timeout=WAIT_S) == "metrics do not get through: OSError: no record; trying on"
@@ -154,7 +158,7 @@ def test_a_source_that_fails_does_not_end_it(receiver: Receiver) -> None:
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", ""])
 def test_an_address_that_is_none(endpoint: str) -> None:
     with pytest.raises(NoExport, match="http://HOST:4318 is meant"):
-        export(lambda: Told("r", 0.0).state, endpoint)
+        export(shown(Told("r", 0.0)), endpoint)
 
 
 def test_a_page_sends_them_where_the_variable_of_opentelemetry_says(receiver: Receiver, tmp_path: Path) -> None:

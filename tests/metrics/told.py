@@ -94,5 +94,6 @@ def full(run_id: str, began_s: float) -> Told:
     told.progress(50.0, 1, 60)
     told.train(55.0, 61, 0.75)
     told.note(56.0, record.StragglerFound(1, 3, 0.5, 0.125, 6.0, 3), "n2")
+    told.note(56.5, record.StandbyReady(0, 300, 4096, 1024))
     told.note(57.0, record.FaultInjected(1, "kill"))
     return told

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import fields
 
+from holdfast.agent.records import Records
+from holdfast.agent.rundir import RunDirectory
 from holdfast.control.causes import Kind
+from holdfast.control.incidents import Incident
 from holdfast.observe import record
 from holdfast.observe.events import Event, EventLog
 from holdfast.observe.record import IncidentOpened, Noted, RankExited, Reader, WorldLaunched
@@ -50,6 +56,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_every_type_has_a_name_of_its_own() -> None:
     assert len(record.TYPES) == len(set(record.TYPES.values())) and "" not in record.TYPES
+
+
+def test_the_document_has_every_type_with_all_its_fields() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    rows = {
+        name: row
+        for row in re.findall(r"(?m)^\| `\w+\.?\w*`.*\|$", text.partition("## Events")[2].partition("\n## ")[0])
+        for name in re.findall(r"`([\w.]+)`", row.split("|")[1])
+    }
+    assert sorted(rows) == sorted(record.TYPES)
+    for name, kind in record.TYPES.items():
+        if not issubclass(kind, Incident):  # whose file is described elsewhere
+            missing = [field.encode_name for field in fields(kind) if f"`{field.encode_name}`" not in rows[name]]
+            assert missing == [], name
 
 
 def test_a_reader_that_starts_in_the_middle_loses_one_line_at_most(tmp_path: Path) -> None:
@@ -173,6 +193,47 @@ def test_an_incident_is_on_the_disk_soon(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - began_s < 0.2, "a slow disk holds nobody up"
     events.close()
     assert len(synced) == 2, "and at the end all of it is there"
+
+
+def test_what_is_written_while_the_disk_is_busy_is_synced_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / record.NAME
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    seen: list[int] = []
+
+    def slow(fd: int) -> None:
+        seen.append(len(record.read(path)))
+        begun.release()
+        assert go_on.acquire(timeout=30)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    events = log(path)
+    events.emit(incident(1))
+    events.sync()
+    assert begun.acquire(timeout=30)
+    for number in (2, 3):
+        events.emit(incident(number))
+        events.sync()
+    go_on.release()
+    assert begun.acquire(timeout=30), "it goes on by itself"
+    assert seen == [1, 3]
+    go_on.release(2)
+    events.close()
+    assert seen == [1, 3, 3]
+
+
+def test_an_incident_asks_for_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[list[str]] = []
+
+    def note(fd: int) -> None:
+        synced.append([noted.what.NAME for noted in record.read(f"/proc/self/fd/{fd}")])
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    run_dir = RunDirectory(str(tmp_path), "job")
+    records = Records(run_dir, [], lambda *lines: None)
+    records.opened(Incident(1, 0, Kind.SIGNAL, "killed", "restart 1 of 3", True))
+    assert records.events._syncing is not None
+    records.events._syncing.join(30)
+    assert synced == [["incident.opened"]]
 
 
 def test_a_sink_gets_plain_values_and_one_that_fails_is_left_out(tmp_path: Path) -> None:

@@ -68,6 +68,43 @@ def test_a_rank_that_is_killed_and_comes_back() -> None:
     assert state.lost_s == 0.5 and state.worlds[0].ended_s == 10.0 and state.ranks[0].state == "training"
 
 
+def test_a_world_that_goes_on_after_an_incident_trains() -> None:
+    """With min-healthy the other nodes are not stopped."""
+    told = {"failed_at_s": 1010.0, "stopped_at_s": 1010.1}
+    opened = IncidentOpened(1, 0, Kind.LOST_NODE, "gone", "2 healthy nodes go on", False, **told)  # type: ignore[arg-type]
+    closed = IncidentClosed(1, 0, Kind.LOST_NODE, "gone", "2 healthy nodes go on", False, **told)  # type: ignore[arg-type]
+    state = fold(started(noted(10.1, opened), noted(10.1, closed)))
+    assert (state.phase, len(state.incidents)) == ("training", 1)
+
+
+def test_lines_that_come_late_turn_nothing_back() -> None:
+    """A coordinator that takes over is told of everything again by the other nodes."""
+    there = "n2:1"
+    now = [
+        noted(20.0, record.WorldLaunched(1, 4, 1, local_size=2)),
+        noted(20.1, record.WorldLaunched(1, 4, 1, first_rank=2, local_size=2), there),
+        noted(29.0, record.Progress(1, 2, 89, (39, 39), 50, (100_000,)), there),
+        noted(30.0, record.Progress(1, 0, 90, (40, 40), 50, (100_000,))),
+        noted(30.5, record.Trained(91, "2", 0.5, 640.0, 9)),
+        noted(31.0, record.CheckpointSaved(90, "step-90")),
+        noted(31.5, record.CheckpointPersisted(91, "step-91", committed=True), there),
+    ]
+    late = [
+        noted(8.0, record.Progress(0, 2, 40, (40, 40), 0), there),
+        noted(8.5, record.Trained(41, "1", 2.5, 320.0, 59), there),
+        noted(9.0, record.CheckpointSaved(40, "step-40"), there),
+        noted(9.5, record.CheckpointPersisted(41, "step-41", committed=True), there),
+        noted(25.0, record.Progress(1, 2, 70, (20, 20), 50), there),
+    ]
+    before = [*started(), noted(0.2, record.JobStarted("job", "id2", 2, None, 5, "n2", 0.0), there)]
+    state = fold([*before, *now, *late])
+    right = fold(sorted([*before, *late, *now], key=lambda each: each.at_s))
+    assert (state.step, state.loss, state.epoch, state.steps_left, state.progressed_s) == (91, 0.5, "2", 9, 30.5)
+    assert state.checkpoint is not None and state.checkpoint.step == 91
+    assert state.losses == right.losses and [point.step for point in state.losses] == [41, 91]
+    assert state.paces == right.paces and state.nodes == right.nodes and state.ranks == right.ranks
+
+
 def test_other_nodes_add_their_ranks_and_not_their_view_of_incidents() -> None:
     there = "n2:1"
     opened = IncidentOpened(1, 0, Kind.LOST_NODE, "gone", "restart", True, failed_at_s=77.0)
@@ -108,3 +145,29 @@ def test_stragglers_come_and_go() -> None:
     assert state.stragglers == [1]
     state.take(noted(9.1, record.StragglerGone(0, 1)))
     assert state.stragglers == []
+
+
+def test_processes_that_stand_by() -> None:
+    there = "n2:1"
+    state = fold(
+        started(
+            noted(0.2, record.JobStarted("job", "id2", 2, None, 5, "n2", 0.0), there),
+            noted(2.1, record.WorldLaunched(0, 4, 0, first_rank=2, local_size=2), there),
+            noted(5.0, record.StandbyReady(0, 200, 1_000, 10)),
+            noted(5.1, record.StandbyReady(1, 201, 1_000, 20)),
+            noted(5.2, record.StandbyReady(0, 200, 4_000), there),
+        )
+    )
+    assert (len(state.standing_by), state.standby_bytes) == (3, (6_000, 30))
+    state.take(noted(6.0, record.StandbyEnded(1, 201)))
+    state.take(noted(10.0, record.WorldLaunched(1, 2, 1, local_size=2, stayed=(0, 1))))
+    assert [each.pid for each in state.standing_by] == [200], "the other node may be gone"
+    state.take(noted(10.1, record.WorldStarted(1, {0: 100, 1: 200})))
+    assert state.standing_by == [], "it is a rank now"
+    state.take(noted(10.2, record.WorldLaunched(1, 2, 1, first_rank=2, local_size=2), there))
+    assert state.standby_bytes == (4_000, 0), "another node's process may have the same number"
+    state.take(noted(12.0, record.StandbyReady(0, 300, 1_000, 10)))
+    state.take(noted(13.0, record.StandbyReady(0, 301, 2_000, 10)))
+    assert state.standby_bytes == (6_000, 10), "one for a local rank"
+    state.take(noted(14.0, record.JobEnded("succeeded", "", 5, 9.0, 1.0)))
+    assert state.standing_by == []

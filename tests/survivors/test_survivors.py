@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from harness import Job
+from holdfast.observe import record
+from holdfast.observe.state import fold
 
 SCRIPT = Path(__file__).parent / "scripts" / "survives.py"
 STEPS = 30
@@ -326,7 +328,23 @@ def test_a_process_that_stands_by_takes_the_place_of_a_dead_one(job: Job) -> Non
     assert pids(job, 1) == [victim, standby["pid"]] and len(pids(job, 0)) == 1
     assert all(done == list(range(done[0], 201)) for done in steps(job).values())
     assert len(job.events("standby.ready")) == 2, "another one is started"
+    notes = record.read(job.run_dir / record.NAME)
+    names = [noted.what for noted in notes]
+    second = next(at for at, what in enumerate(names) if isinstance(what, record.WorldStarted) and what.generation == 1)
+    assert [each.pid for each in fold(notes[:second]).standing_by] == [standby["pid"]]
+    assert fold(notes[: second + 1]).standing_by == []
     assert job.leftovers() == []
+
+
+@pytest.mark.long
+def test_those_that_go_with_their_zygote_do_not_stand_by(job: Job) -> None:
+    env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
+    job.start(SCRIPT, "--steps=60", "--pace=0.02", nproc=2, max_restarts=1, flags=("--standby=1",), env=env)
+    job.wait_event("standby.ready")
+    os.kill(job.process("holdfast zygote"), signal.SIGKILL)
+    assert job.wait() == 0, job.err
+    [standby, *_] = job.events("standby.ready")
+    assert [ended["pid"] for ended in job.events("standby.ended")] == [standby["pid"]]
 
 
 @pytest.mark.parametrize("flag", ["--stays=0", pytest.param("--early", marks=pytest.mark.long)])

@@ -163,3 +163,13 @@ def test_an_agent_that_does_not_answer_is_named(alone: Path, monkeypatch: pytest
     monkeypatch.setattr(doorbell, "find", lambda: [PID])
     with pytest.raises(find.NotFound, match=f"no agent with pid {PID} answers: .*; name the run directory instead"):
         find.find()
+
+
+def test_an_ended_job_does_not_stand_in_for_one_whose_agent_is_silent(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "find", lambda: [PID])
+    ended = Written(alone / "holdfast_a", "ended").trains().ends(3600)
+    with pytest.raises(find.NotFound, match=f"no agent with pid {PID} answers"):
+        find.find()
+    assert find.find("ended").run_dir == ended.run_dir, "who names it means it"

@@ -100,6 +100,14 @@ def test_stragglers_and_spares_are_named(alone: Path, tmp_path: Path, capsys: py
     assert "  stragglers  rank 1; rank 1 on n1 takes 800 ms a step for itself, where most take 200 ms\n" in text
 
 
+def test_processes_that_stand_by_are_counted(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Written(tmp_path).trains().note(3591, record.StandbyReady(0, 77, 312_000_000))
+    assert "2 training\n  standby     1 process, 312 MB of memory\n" in shown(capsys, job)[1]
+    job.note(3592, record.StandbyReady(1, 78, 312_000_000, 1_500_000_000))
+    assert "  standby     2 processes, 624 MB of memory, 1.5 GB on GPUs\n" in shown(capsys, job)[1]
+    assert [each["pid"] for each in told(capsys, job)["standbys"]] == [77, 78]
+
+
 def test_a_job_without_steps_for_long_does_not_just_train(
     alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

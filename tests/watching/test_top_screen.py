@@ -68,6 +68,12 @@ def test_what_the_agent_says_of_each_rank_now_is_shown(alone: Path, tmp_path: Pa
     assert "250 ms" in first and "31.0 s" in second and second.endswith("in data\\x1b[2J for 30.5 s")
 
 
+def test_processes_that_stand_by_are_counted(alone: Path, tmp_path: Path) -> None:
+    job = Written(tmp_path).trains()
+    assert not any("standby" in text for text in texts(job))
+    assert "standby 1 process, 312 MB of memory" in texts(job.note(3591, record.StandbyReady(0, 77, 312_000_000)))
+
+
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50), (40, 12), (20, 5), (1, 1), (300, 2000)])
 def test_a_thousand_ranks_fit_any_screen(alone: Path, tmp_path: Path, columns: int, lines: int) -> None:
     assert texts(large(tmp_path), columns, lines)

@@ -187,7 +187,7 @@ class Agent:
             lambda ready: self._advance(acts.StandsBy(ready)), self.say,
         )  # fmt: skip
         self._at_end.callback(self._stage.close)
-        self._page = Page(options.dashboard, run_dir.path, self.say)
+        self._page = Page(self._loop, options.dashboard, run_dir.path, self.say)
         self._at_end.callback(self._page.close)
         self._forwarder = Forwarder(self._loop, self._events, lambda message: link.tell(message))
         self._node = joining.make_node(options, self._id, nproc)
@@ -293,7 +293,7 @@ class Agent:
                 self._forwarder.begin(event.recorded)
         elif isinstance(event, acts.ContactLost):
             self._forwarder.end()
-            self._page.close()
+            self._page.stop()
 
     def _on_signal(self, signum: int) -> None:
         self._stop_signal = signum

@@ -209,7 +209,7 @@ class Stage:
     def helpers_lost(self) -> None:
         """And all of them."""
         self._stores.clear()
-        self._standbys.clear()
+        self._standbys.lost()
         self.dying.clear()  # they are gone, or will be
 
     def exited(self, pid: int) -> None:

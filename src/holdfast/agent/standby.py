@@ -168,6 +168,13 @@ class Standbys:
         standby.close(self._loop)
         return standby.stayer
 
+    def lost(self) -> None:
+        """All of them, with their zygote."""
+        for standby in self._all.values():
+            if standby.ready is not None:
+                self._emit(record.StandbyEnded(standby.local_rank, standby.stayer.pid))
+        self.clear()
+
     def clear(self) -> None:
         """They are gone, with their zygote, or will be."""
         for token in list(self._all):

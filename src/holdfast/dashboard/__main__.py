@@ -14,9 +14,11 @@ def main() -> int:
     parser.add_argument("--listen")
     parser.add_argument("--token-file")
     parser.add_argument("--parent", type=int, help="end with this process, and with its job")
+    parser.add_argument("--token-on-stdin", action="store_true", help="a line; used where a page needs one")
     args = parser.parse_args()
     try:
-        serve(args.run_dir, args.listen, args.token_file, args.parent)
+        token = sys.stdin.readline().strip() if args.token_on_stdin else ""
+        serve(args.run_dir, args.listen, args.token_file, args.parent, token=token)
     except NoPage as failure:
         print(f"holdfast: no page: {failure}", file=sys.stderr)
         return 1

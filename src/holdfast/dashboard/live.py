@@ -6,6 +6,7 @@ long, or that knew another server, has to begin anew.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import secrets
@@ -64,18 +65,22 @@ class Live:
         self._touched: set[int] = set()  # generations
         self._incidents: set[int] = set()
         self._paced_s = self._stood_s = -PACE_S - STAND_S
-        self._standing = "elsewhere"
-        self._snapshot: tuple[int, bytes, bytes] | None = None
+        self._standing = ""  # not known yet
+        self._there_s: float | None = None  # when the agent was last not known to be gone, by the wall clock
+        self._snapshot: tuple[tuple[int, int], bytes, bytes] | None = None
         self._closed = False
 
     # -- one thread ---------------------------------------------------------------------------------------------------
 
     def update(self) -> bool:
         """Take what was written since the last time, and tell the watchers. True when the job has ended."""
+        looked_s = time.time()
         now = self._progress()
         with self._changed:
             for noted in self._reader:
                 self._take(noted)
+            if self._standing not in ("", "gone"):
+                self._there_s = looked_s
             if now is not None:
                 self._take(Noted(now, self._now_s(), "", "", -1))
             if change := self._change():
@@ -86,7 +91,8 @@ class Live:
 
     def close(self, wait_s: float) -> None:
         """Watchers get what they have not got yet, and go; those who do not are left after so long."""
-        self.update()
+        with contextlib.suppress(OSError):
+            self.update()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -138,7 +144,7 @@ class Live:
             if new := _new_points(points, getattr(told, name)):
                 setattr(told, name, (len(points), points[-1].at_s))
                 change[name] = new
-        head = rows.head(state, self._standing, self._now_s(), told.lost_s)
+        head = rows.head(state, self._standing or "elsewhere", self._now_s(), told.lost_s)
         if {**head, "now_s": 0} != {**told.head, "now_s": 0}:
             told.head, change["head"] = head, head
         return change
@@ -187,7 +193,8 @@ class Live:
     def snapshot(self) -> tuple[bytes, bytes]:
         """All that the page shows, as JSON, and the same compressed."""
         with self._changed:
-            if self._snapshot is None or self._snapshot[0] != self._number:
+            now = self._number, int(self._now_s())
+            if self._snapshot is None or self._snapshot[0] != now:
                 told = self._told
                 body = _encode(
                     {
@@ -202,7 +209,7 @@ class Live:
                         "losses": [True, [rows.of_point(point) for point in self._state.losses]],
                     }
                 )
-                self._snapshot = self._number, body, gzip.compress(body, 1)
+                self._snapshot = now, body, gzip.compress(body, 1)
             return self._snapshot[1:]
 
     @property
@@ -232,10 +239,12 @@ class Live:
             found = self._state.incidents.get(number)
             return None if found is None else _encode(rows.whole(self._state, found))
 
-    def with_state(self, use: Callable[[State], T]) -> T:
-        """Nothing is written to it meanwhile."""
+    def measure(self, use: Callable[[State, float | None, bool], T]) -> T:
+        """With the state, to which nothing is written meanwhile, until when the job has run at least, by the wall
+        clock, and whether its agent is gone. What was read until then is all in the state: its end cannot be earlier,
+        so no counter goes back."""
         with self._changed:
-            return use(self._state)
+            return use(self._state, self._there_s, self._standing == "gone")
 
     def follow(self, since: str) -> int | None:
         """The number that a watcher knows; None if it has to begin anew."""

@@ -41,6 +41,7 @@ def of_incident(state: State, incident: Incident) -> Row:
         _short(incident.lost_s),
         incident.restarted,
         isinstance(incident, IncidentClosed),
+        incident.failed_again_at_s is not None,
     )
 
 
@@ -70,6 +71,7 @@ def head(state: State, standing: str, now_s: float, lost_s: float) -> dict[str, 
         "generation": world.generation if world is not None else None,
         "size": world.size if world is not None else 0,
         "nodes": len(world.nodes) if world is not None else len(state.nodes),
+        "standby": [len(state.standing_by), *state.standby_bytes],
         "restarts": world.restarts if world is not None else 0,
         "max_restarts": state.max_restarts,
         "incidents": len(state.incidents),

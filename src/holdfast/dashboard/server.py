@@ -7,7 +7,6 @@ import socket
 import socketserver
 import sys
 import threading
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -170,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, _JSON, body)
 
     def _metrics(self) -> None:
-        text = self._server.live.with_state(lambda state: metrics.render(state, time.time()))
+        text = self._server.live.measure(metrics.render)
         self._send(HTTPStatus.OK, METRICS, text.encode())
 
     def _events(self, since: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast import linux
@@ -46,17 +46,19 @@ def serve(
     token_file: str | None = None,
     parent: int | None = None,
     record: str | None = None,
+    token: str = "",
 ) -> None:
-    """Until SIGTERM or Ctrl-C; with a `parent`, until it or its job has ended. Raises NoPage."""
+    """Until SIGTERM or Ctrl-C; with a `parent`, until it or its job has ended. `token`: one for readers, if they need
+    one; '' for a new one. Raises NoPage."""
     if parent is not None:
         linux.die_with_parent(parent)
     try:
         live = Live(run_dir, record)
+        live.update()
     except OSError as failure:
         raise NoPage(f"cannot read the record in {run_dir}: {failure.strerror}; name a run directory") from None
-    live.update()
-    server = _listening(listen, live)
-    reading = _reading_token(server, token_file)
+    server = _listening(listen, live, "--listen" if parent is None else "--dashboard")
+    reading = _reading_token(server, token_file, token)
     control = tokens.kept(run_dir)
     server.access = tokens.Access(reading, control, server.server_port)
     ending = threading.Event()
@@ -65,12 +67,24 @@ def serve(
     server.start()
     _announce(server, reading, run_dir)
     exporting = _exporting(live)
-    while not ending.wait(TICK_S):
-        if live.update() and parent is not None:
-            break
+    follow(live, lambda: ending.wait(TICK_S), parent is not None, _complain)
     live.close(LAST_S)
     if exporting is not None:
         exporting.close()
+
+
+def follow(live: Live, ends: Callable[[], object], to_its_end: bool, complain: Callable[[str], None]) -> None:
+    """Update until it ends, or the job has. A record that cannot be read for a while, on a network say, is told of
+    once: what was read before is still shown."""
+    complained = False
+    while not ends():
+        try:
+            if live.update() and to_its_end:
+                return
+        except OSError as failure:
+            if not complained:
+                complain(f"cannot read the record: {failure.strerror}; the page shows what it knows, and tries on")
+            complained = True
 
 
 def _exporting(live: Live) -> Export | None:
@@ -80,17 +94,19 @@ def _exporting(live: Live) -> Export | None:
         return None
     from holdfast.observe import otel
 
-    def complain(text: str) -> None:
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
-
     try:
-        return otel.export(lambda: live.with_state(copy.deepcopy), endpoint, complain=complain)
+        return otel.export(live.measure, endpoint, complain=_complain)
     except otel.NoExport as failure:
-        complain(f"{COLLECTOR} is set, but {failure}; the page goes on without")
+        _complain(f"{COLLECTOR} is set, but {failure}; the page goes on without")
         return None
 
 
-def _listening(listen: str | None, live: Live) -> Server:
+def _complain(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+def _listening(listen: str | None, live: Live, flag: str) -> Server:
+    """`flag`: by which the person has said where."""
     try:
         host, port = parse_listen(listen or str(PORT))
     except ValueError as failure:
@@ -102,10 +118,10 @@ def _listening(listen: str | None, live: Live) -> Server:
     try:
         return Server(host, port, live)
     except OSError as failure:
-        raise NoPage(f"cannot listen on {host}:{port}: {failure.strerror}; choose another with --listen") from None
+        raise NoPage(f"cannot listen on {host}:{port}: {failure.strerror}; choose another with {flag}") from None
 
 
-def _reading_token(server: Server, token_file: str | None) -> str | None:
+def _reading_token(server: Server, token_file: str | None, token: str) -> str | None:
     if token_file is not None:
         try:
             return tokens.read(token_file)
@@ -113,7 +129,7 @@ def _reading_token(server: Server, token_file: str | None) -> str | None:
             raise NoPage(f"cannot read {token_file}: {failure.strerror}; it holds the token") from None
         except tokens.Unusable as failure:
             raise NoPage(str(failure)) from None
-    return None if tokens.is_loopback(server.server_name) else tokens.made()
+    return None if tokens.is_loopback(server.server_name) else token or tokens.made()
 
 
 def _announce(server: Server, reading: str | None, run_dir: str) -> None:

@@ -62,6 +62,8 @@ class EventLog:
         self._torn = False
         self._second, self._second_text = -1, ""
         self._syncing: threading.Thread | None = None
+        self._sync_lock = threading.Lock()
+        self._sync_asked = self._sync_runs = False
         self._fd = -1
         if path is not None:
             try:
@@ -121,11 +123,27 @@ class EventLog:
             self._lose(failure)
 
     def sync(self) -> None:
-        """Beside the job: a slow disk must not keep a recovery waiting. One that is under way will not see what was
-        written since, but the next one will."""
-        if self._fd >= 0 and (self._syncing is None or not self._syncing.is_alive()):
-            self._syncing = threading.Thread(target=_sync, args=(self._fd,), daemon=True, name="holdfast-sync")
-            self._syncing.start()
+        """Beside the job: a slow disk must not keep a recovery waiting. One that is under way does not see what was
+        written since: it is followed by another."""
+        if self._fd < 0:
+            return
+        with self._sync_lock:
+            self._sync_asked = True
+            if self._sync_runs:
+                return
+            self._sync_runs = True
+        self._syncing = threading.Thread(target=self._sync, daemon=True, name="holdfast-sync")
+        self._syncing.start()
+
+    def _sync(self) -> None:
+        while True:
+            with self._sync_lock:
+                if not self._sync_asked:
+                    self._sync_runs = False
+                    return
+                self._sync_asked = False
+            with contextlib.suppress(OSError):
+                os.fdatasync(self._fd)
 
     def _lose(self, failure: OSError) -> None:
         if not self._complained:
@@ -135,21 +153,14 @@ class EventLog:
     def close(self) -> None:
         if self._fd < 0:
             return
-        if self._syncing is not None:
-            self._syncing.join(SYNC_S)
         self.sync()
         if self._syncing is not None:
-            self._syncing.join(SYNC_S)
+            self._syncing.join(2 * SYNC_S)  # of one that is under way, and of the last
             if self._syncing.is_alive():
                 return  # it needs the descriptor; the process is about to end
         with contextlib.suppress(OSError):
             os.close(self._fd)
         self._fd = -1
-
-
-def _sync(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.fdatasync(fd)
 
 
 def iso(unix_s: float) -> str:

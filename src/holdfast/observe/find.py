@@ -48,13 +48,13 @@ def complain(command: str, failure: NotFound) -> int:
 
 def find(job: str = "") -> Found:
     """Raises NotFound. Without a word it is the job that runs here, else the last one that ended and left a record in
-    the place for temporary files."""
+    the place for temporary files: but not while an agent is there that does not say which job it runs."""
     here, silent = running()
     if meant := [each for each in here if job in ("", each.run_id, str(each.pid))]:
         return _only(meant)
     if job and os.path.exists(job):
         return _at(Path(job), here)
-    for found in _temporary(_folders(here)):
+    for found in _temporary(_folders(here)) if job or not silent else ():
         if job in ("", found.run_id):
             return found
     if silent:

@@ -34,12 +34,12 @@ class Family(NamedTuple):
     samples: Samples
 
 
-def render(state: State, now_s: float | None = None) -> str:
-    """The text that Prometheus scrapes, version 0.0.4. `now_s` as in `families`."""
+def render(state: State, now_s: float | None = None, is_gone: bool = False) -> str:
+    """The text that Prometheus scrapes, version 0.0.4. `now_s` and `is_gone` as in `families`."""
     run_id = ("run_id", state.run_id)
     texts: dict[Labels, str] = {}  # a rank's labels come in several families
     lines: list[str] = []
-    for name, grows, help, samples in families(state, now_s):
+    for name, grows, help, samples in families(state, now_s, is_gone):
         lines.append(f"# HELP {name} {help}")
         lines.append(f"# TYPE {name} {'counter' if grows else 'gauge'}")
         for labels, value in samples:
@@ -49,13 +49,15 @@ def render(state: State, now_s: float | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def families(state: State, now_s: float | None = None) -> list[Family]:
-    """All that have a value. `now_s` is the wall clock, for the job's length; without, it is as long as its record."""
+def families(state: State, now_s: float | None = None, is_gone: bool = False) -> list[Family]:
+    """All that have a value. `now_s` is the wall clock, for the job's length; without, it is as long as its record.
+    `is_gone`: its agent has ended without a word, of which the record knows nothing."""
     began_s = wall_start_s(state)
     groups = (
-        _of_job(state, began_s, now_s),
+        _of_job(state, began_s, now_s, is_gone),
         _of_training(state, began_s),
         _of_world(state, began_s),
+        _of_standbys(state),
         _of_incidents(state),
         _of_checkpoints(state, began_s),
         _of_ranks(state),
@@ -74,17 +76,17 @@ def wall_start_s(state: State) -> float | None:
 # -- what there is ----------------------------------------------------------------------------------------------------
 
 
-def _of_job(state: State, began_s: float | None, now_s: float | None) -> Iterator[Family]:
-    yield _gauge(
-        "holdfast_up", "Whether the job is under way: 0 once it has ended, however that was.", state.ended is None
-    )
+def _of_job(state: State, began_s: float | None, now_s: float | None, is_gone: bool) -> Iterator[Family]:
+    is_gone = is_gone and state.ended is None
+    is_up = state.ended is None and not is_gone
+    yield _gauge("holdfast_up", "Whether the job is under way: 0 once it has ended, however that was.", is_up)
     about = (("program", state.program), ("version", state.version), ("node", state.lead))
     yield Family(
         "holdfast_job_info", False, "The job: its program, its version of holdfast, its first node.", [(about, 1)]
     )
     yield _gauge("holdfast_start_timestamp_seconds", "When the job began.", began_s)
     yield _counter("holdfast_wall_seconds_total", "How long the job has run.", _wall_s(state, began_s, now_s))
-    standing = state.phase if state.phase in STATES else "failed"
+    standing = state.phase if state.phase in STATES and not is_gone else "failed"
     yield _each("holdfast_state", "How the job stands: 1 for what it is.", "state", _one_of(STATES, standing))
     if state.ended is not None:
         outcome = (("outcome", state.ended.outcome),)
@@ -120,6 +122,12 @@ def _of_world(state: State, began_s: float | None) -> Iterator[Family]:
     for rank in state.ranks.values():
         counts[rank.state] = counts.get(rank.state, 0) + 1
     yield _each("holdfast_ranks", "Ranks of the newest world, by what they are at.", "state", counts)
+
+
+def _of_standbys(state: State) -> Iterator[Family]:
+    yield _gauge("holdfast_standby_processes", "Processes that wait to be ranks.", len(state.standing_by))
+    taken = dict(zip(("host", "gpu"), state.standby_bytes, strict=True))
+    yield _each("holdfast_standby_memory_bytes", "Memory that they take.", "memory", taken)
 
 
 def _of_incidents(state: State) -> Iterator[Family]:
@@ -178,7 +186,7 @@ def _progressed_s(state: State) -> float:
 
 def _wall_s(state: State, began_s: float | None, now_s: float | None) -> float:
     if state.ended is not None:
-        return state.ended.wall_s
+        return max(state.ended.wall_s, state.at_s)  # it was told to be nearly as long as that
     if now_s is None or began_s is None:
         return state.at_s
     return max(state.at_s, now_s - began_s)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from holdfast._version import __version__
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 EVERY_S = 15.0
 TIMEOUT_S = 5.0  # of one try
 PATH = "/v1/metrics"  # where collectors listen for metrics, if the address names no path
+
+# Calls what it is given with the state, and with the rest of what `metrics.families` takes.
+Source: TypeAlias = "Callable[[Callable[[State, float | None, bool], MetricsData]], MetricsData]"
+
 _UNITS = {"_seconds": "s", "_bytes": "By"}
 
 
@@ -62,13 +66,13 @@ class Export:
 
 
 def export(
-    state_source: Callable[[], State],
+    source: Source,
     endpoint: str,
     every_s: float = EVERY_S,
     complain: Callable[[str], None] = lambda text: None,
 ) -> Export:
     """Send how the job stands to a collector as `http://localhost:4318`, now, every so often, and at the end. The
-    source is called in the export's thread. Raises NoExport."""
+    source is called in the export's thread, and keeps the state as it is while it is read. Raises NoExport."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import MetricExportResult
@@ -79,28 +83,30 @@ def export(
     exporter = OTLPMetricExporter(endpoint=_address(endpoint), timeout=TIMEOUT_S)
 
     def send() -> str:
-        result = exporter.export(data_of(state_source(), time.time()))
+        result = exporter.export(source(data_of))
         return "" if result is MetricExportResult.SUCCESS else f"no success at {endpoint}"
 
     return Export(send, every_s, complain)
 
 
-def data_of(state: State, now_s: float) -> MetricsData:
+def data_of(state: State, now_s: float | None, is_gone: bool) -> MetricsData:
+    """`now_s` and `is_gone` as in `metrics.families`."""
     from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     resource = Resource.create({"service.name": "holdfast", "service.instance.id": state.run_id})
     began_s = metrics.wall_start_s(state) or 0.0
-    each = [_metric(family, state.run_id, began_s, now_s) for family in metrics.families(state, now_s)]
+    at_s = time.time()
+    each = [_metric(family, state.run_id, began_s, at_s) for family in metrics.families(state, now_s, is_gone)]
     scope = InstrumentationScope("holdfast", __version__)
     return MetricsData([ResourceMetrics(resource, [ScopeMetrics(scope, each, "")], "")])
 
 
-def _metric(family: metrics.Family, run_id: str, began_s: float, now_s: float) -> Metric:
+def _metric(family: metrics.Family, run_id: str, began_s: float, at_s: float) -> Metric:
     from opentelemetry.sdk.metrics.export import AggregationTemporality, Gauge, Metric, NumberDataPoint, Sum
 
-    begin_ns, now_ns = int(began_s * 1e9), int(now_s * 1e9)
+    begin_ns, now_ns = int(began_s * 1e9), int(at_s * 1e9)
     points = [
         NumberDataPoint({"run_id": run_id, **dict(labels)}, begin_ns if family.grows else 0, now_ns, +value)
         for labels, value in family.samples

@@ -23,6 +23,7 @@ def lines(job: Watched, columns: int = 0) -> list[str]:
     facts = [
         ("step", step(job)),
         ("world", world(job)),
+        ("standby", standby(job)),
         ("restarts", restarts(job)),
         ("lost", lost(job)),
         ("checkpoint", checkpoint(job)),
@@ -38,7 +39,7 @@ def lines(job: Watched, columns: int = 0) -> list[str]:
 def as_json(job: Watched) -> dict[str, Any]:
     """The folded record, and what follows from it. Names are kept stable."""
     folded: dict[str, Any] = msgspec.to_builtins(job.state)
-    del folded["_world_saving_s"], folded["_worlds_saving_s"]
+    folded = {name: value for name, value in folded.items() if not name.startswith("_")}
     stands = job.word
     return {
         **folded,
@@ -58,6 +59,7 @@ def as_json(job: Watched) -> dict[str, Any]:
         "generation": job.state.world.generation if job.state.world is not None else None,
         "stragglers": job.state.stragglers,
         "spares": job.spares,
+        "standbys": msgspec.to_builtins(job.state.standing_by),
         "checkpoint_age_s": job.checkpoint_age_s,
     }
 
@@ -123,6 +125,14 @@ def world(job: Watched) -> str:
         doing[rank.state] = doing.get(rank.state, 0) + 1
     states = ", ".join(f"{count} {name}" for name, count in sorted(doing.items(), key=lambda each: -each[1]))
     return f"generation {now.generation}, {many(now.size, 'rank')}{on}{f': {states}' if states else ''}{spares}"
+
+
+def standby(job: Watched) -> str:
+    waiting, (host, gpu) = len(job.state.standing_by), job.state.standby_bytes
+    if not waiting:
+        return ""
+    on_gpus = f", {size(gpu)} on GPUs" if gpu else ""
+    return f"{waiting:,} {'process' if waiting == 1 else 'processes'}, {size(host)} of memory{on_gpus}"
 
 
 def restarts(job: Watched) -> str:

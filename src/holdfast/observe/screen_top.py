@@ -9,7 +9,17 @@ from typing import NamedTuple
 from holdfast.observe.explain import duration
 from holdfast.observe.screen import age, ago, clean, cut, left, many, right, step_time, table
 from holdfast.observe.screen_job import FAILED, LOST, RECOVERING, STARTING, STOPPED, Watched
-from holdfast.observe.screen_status import checkpoint, incident, lost, restarts, standing, step, stragglers, world
+from holdfast.observe.screen_status import (
+    checkpoint,
+    incident,
+    lost,
+    restarts,
+    standby,
+    standing,
+    step,
+    stragglers,
+    world,
+)
 from holdfast.observe.state import Rank
 
 BAD, WARN, TITLE, DIM = "31", "33", "7", "2"  # as a terminal is told
@@ -47,10 +57,16 @@ def line(job: Watched) -> str:
 def _head(job: Watched) -> list[Row]:
     title = f"holdfast top   {job.state.program or 'a program'}   job {job.run_id}   {job.word}   {age(job.now_s)}"
     style = WARN if job.word in (STARTING, RECOVERING) else BAD if job.word in (FAILED, STOPPED, LOST) else ""
-    often, cost, saved, far = restarts(job), lost(job), checkpoint(job), step(job)
+    often, cost, saved, far, waiting = restarts(job), lost(job), checkpoint(job), step(job), standby(job)
     spent = "   ".join(filter(None, [often and f"restarts {often}", cost and f"lost {cost}"]))
     rows = [Row(clean(title), TITLE), Row(clean(standing(job)), style)]
-    texts = [far and f"step {far}", world(job), spent, saved and f"checkpoint {saved}"]
+    texts = [
+        far and f"step {far}",
+        world(job),
+        waiting and f"standby {waiting}",
+        spent,
+        saved and f"checkpoint {saved}",
+    ]
     rows += [Row(clean(text)) for text in texts if text]
     if slow := stragglers(job):
         rows.append(Row(clean(f"stragglers {slow}"), WARN))

@@ -1,8 +1,13 @@
-"""How a job stands: its record, folded up. Every view of a job, on a page, in a terminal or as metrics, is of this."""
+"""How a job stands: its record, folded up. Every view of a job, on a page, in a terminal or as metrics, is of this.
+
+A node's lines may come late: to a coordinator that takes over they are told again from the beginning. Of two lines that
+say the same kind of thing, the one that was written later holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -52,6 +57,16 @@ class Node(msgspec.Struct):
     ended: bool = False
 
 
+class Standby(msgspec.Struct):
+    """A process that waits to be a rank, and the memory it takes for that."""
+
+    node: str
+    local_rank: int
+    pid: int
+    host_bytes: int
+    gpu_bytes: int
+
+
 class Point(msgspec.Struct, array_like=True):
     at_s: float
     step: int
@@ -85,6 +100,7 @@ class State(msgspec.Struct):
     nodes: dict[str, Node] = {}
     worlds: list[World] = []
     ranks: dict[int, Rank] = {}
+    standbys: list[Standby] = []
     incidents: dict[int, Incident] = {}
     checkpoint: Saved | None = None
     checkpoint_failures: int = 0
@@ -95,6 +111,8 @@ class State(msgspec.Struct):
     ended: record.JobEnded | None = None
     _worlds_saving_s: float = 0.0  # of those that are over
     _world_saving_s: float = 0.0
+    _step_s: float = 0.0  # when the line was written that `step` is from
+    _trained_s: float = 0.0  # and the one that the loss is from
 
     @property
     def world(self) -> World | None:
@@ -128,6 +146,18 @@ class State(msgspec.Struct):
     def stragglers(self) -> list[int]:
         return [rank.rank for rank in self.ranks.values() if rank.straggles]
 
+    @property
+    def standing_by(self) -> list[Standby]:
+        """Those that can take a rank's place: a node that is not in the world may be gone, and its own with it."""
+        nodes = self.world.nodes if self.world is not None and self.ended is None else []
+        return [standby for standby in self.standbys if standby.node in nodes]
+
+    @property
+    def standby_bytes(self) -> tuple[int, int]:
+        """What they take of the machines' memory, and of the GPUs'."""
+        waiting = self.standing_by
+        return sum(each.host_bytes for each in waiting), sum(each.gpu_bytes for each in waiting)
+
     def at(self, monotonic_s: float) -> float:
         """A time of the leading node's clock, as the record counts."""
         return monotonic_s - self.clock_s
@@ -137,13 +167,14 @@ class State(msgspec.Struct):
     def take(self, noted: Noted) -> None:
         self.at_s = max(self.at_s, noted.at_s)
         if (node := self.nodes.get(noted.node)) is not None:
-            node.heard_s = noted.at_s
+            node.heard_s = max(node.heard_s, noted.at_s)
         match noted.what:
             case record.JobStarted() as job:
                 self._job_started(noted, job)
             case record.JobEnded() as ended:
                 if noted.node in self.nodes:
                     self.nodes[noted.node].ended = True
+                self.standbys = [each for each in self.standbys if each.node != noted.node]
                 if noted.node == self.lead:
                     self.ended = ended
             case record.WorldLaunched() as launched:
@@ -152,6 +183,7 @@ class State(msgspec.Struct):
                 for number, pid in pids.items():
                     if (rank := self._rank(generation, number)) is not None:
                         rank.pid = pid
+                self._stands_by_no_more(noted.node, pids.values())
                 if (world := self._seen_by(noted.node, generation)) is not None:
                     world.started_s = noted.at_s
             case record.RankFirstStep(generation=generation, rank=number):
@@ -169,6 +201,11 @@ class State(msgspec.Struct):
             case record.RankHung(generation=generation, rank=number, what=what):
                 if (rank := self._rank(generation, number)) is not None:
                     rank.state, rank.text = "hung", what
+            case record.StandbyReady(local_rank=place, pid=pid, host_bytes=host, gpu_bytes=gpu):
+                others = [each for each in self.standbys if (each.node, each.local_rank) != (noted.node, place)]
+                self.standbys = [*others, Standby(noted.node, place, pid, host, gpu)]
+            case record.StandbyEnded(pid=pid):
+                self._stands_by_no_more(noted.node, (pid,))
             case record.Progress() as progress:
                 self._progressed(noted, progress)
             case record.Trained() as trained:
@@ -183,9 +220,9 @@ class State(msgspec.Struct):
                 if noted.node == self.lead:  # the others have it too, on their own clocks
                     self._incident(incident)
             case record.CheckpointSaved(step=step, checkpoint=name, bytes=size, seconds=seconds):
-                self.checkpoint = Saved(step, noted.at_s, name, size, seconds)
+                self._saved(Saved(step, noted.at_s, name, size, seconds))
             case record.CheckpointPersisted(step=step, checkpoint=name, bytes=size, seconds=seconds, committed=True):
-                self.checkpoint = Saved(step, noted.at_s, name, size, seconds)
+                self._saved(Saved(step, noted.at_s, name, size, seconds))
             case record.CheckpointFailed():
                 self.checkpoint_failures += 1
             case record.CheckpointRestored(generation=generation, step=step):
@@ -223,15 +260,15 @@ class State(msgspec.Struct):
         if world is None:
             return
         if max(progress.steps, default=0) > world.steps:
-            self.progressed_s = noted.at_s
+            self.progressed_s = max(self.progressed_s, noted.at_s)
         world.base = progress.base if progress.base >= 0 else world.base
         world.steps = max(world.steps, *progress.steps, 0)
         self._world_saving_s = max(self._world_saving_s, progress.saving_s)
-        self.step = max(0, world.base) + world.steps
+        self._stepped(noted.at_s, max(0, world.base) + world.steps)
         for at in range(max(len(progress.steps), len(progress.phases))):
             if (rank := self._rank(progress.generation, progress.first_rank + at)) is None:
                 continue
-            rank.steps = _get(progress.steps, at)
+            rank.steps = max(rank.steps, _get(progress.steps, at))
             rank.step_s = _get(progress.step_us, at) / 1e6 or rank.step_s
             rank.own_s = _get(progress.own_us, at) / 1e6 or rank.own_s
             if rank.state in PHASES:
@@ -242,15 +279,34 @@ class State(msgspec.Struct):
             self.paces = _with(self.paces, Point(noted.at_s, self.step, self.step_s))
 
     def _trained(self, noted: Noted, trained: record.Trained) -> None:
+        self._stepped(noted.at_s, trained.step)
+        self.progressed_s = max(self.progressed_s, noted.at_s)
+        if trained.loss is not None:
+            self.losses = _with(self.losses, Point(noted.at_s, trained.step, trained.loss))
+        if noted.at_s < self._trained_s:
+            return
+        self._trained_s = noted.at_s
         self.epoch, self.samples_per_s, self.steps_left = trained.epoch, trained.samples_per_s, trained.steps_left
-        self.step, self.progressed_s = trained.step, noted.at_s
         if trained.loss is not None:
             self.loss = trained.loss
-            self.losses = _with(self.losses, Point(noted.at_s, trained.step, trained.loss))
+
+    def _stepped(self, at_s: float, step: int) -> None:
+        if at_s >= self._step_s:
+            self._step_s, self.step = at_s, step
+
+    def _saved(self, saved: Saved) -> None:
+        if self.checkpoint is None or saved.at_s >= self.checkpoint.at_s:
+            self.checkpoint = saved
+
+    def _stands_by_no_more(self, node: str, pids: Collection[int]) -> None:
+        """It has ended, or is a rank now."""
+        self.standbys = [each for each in self.standbys if each.node != node or each.pid not in pids]
 
     def _incident(self, incident: record.IncidentNoted) -> None:
+        """One without a restart ends the job, which is told next, or the world goes on: with min-healthy."""
         self.incidents[incident.number] = incident
-        if (world := self._world(incident.generation)) is not None:
+        world = self._world(incident.generation)
+        if world is not None and incident.restarted:
             world.ended_s = max(0.0, self.at(incident.failed_at_s))
 
     def _world(self, generation: int) -> World | None:
@@ -277,7 +333,10 @@ def fold(notes: Iterable[Noted]) -> State:
 
 
 def _with(points: list[Point], point: Point) -> list[Point]:
-    return [*points, point] if len(points) < MAX_POINTS else [*points[::2], point]
+    """By order of time."""
+    kept = points if len(points) < MAX_POINTS else points[::2]
+    at = bisect_right(kept, point.at_s, key=lambda each: each.at_s)
+    return [*kept[:at], point, *kept[at:]]
 
 
 def _get(values: tuple[int, ...], at: int) -> int:

@@ -94,11 +94,11 @@ function update(body, shown) {
 }
 
 function lineOf(row) {
-  const [number, , kind, what, , , failed_s, lost_s, restarted, closed] = row;
+  const [number, , kind, what, , , failed_s, lost_s, restarted, closed, failedAgain] = row;
   const open = make("button", "link", what);
   open.type = "button";
   open.addEventListener("click", () => show(number));
-  const then = restarted ? (closed ? "recovered" : "recovering") : "the end";
+  const then = !restarted ? "no restart" : failedAgain ? "failed again" : closed ? "recovered" : "recovering";
   const cells = [
     ["#", String(number)], ["When", clock(failed_s)], ["What", open], ["Cause", make("span", "tag", kind)],
     ["Lost", duration(lost_s)], ["Then", then],

@@ -10,7 +10,7 @@ const RETRY_MS = 1000;
 const LATER_MS = 2000; // where the server has said that it ends: somebody may start it again
 const PHASES = {
   training: ["●", "Training"], starting: ["◐", "Starting"], recovering: ["↻", "Recovering"], succeeded: ["✓", "Succeeded"],
-  gone: ["✕", "The agent is gone without a word"],
+  preempted: ["■", "Stopped"], gone: ["✕", "The agent is gone without a word"],
 };
 const TILES = ["Step", "Loss", "Step time", "Time lost", "Incidents", "Checkpoint", "Running for"];
 
@@ -71,7 +71,10 @@ function show() {
   say(byId("reason"), reason);
   const spare = nodes.filter(([name, , , ended]) => !ended && !ranks.hasNode(name)).map(([name]) => name);
   const beside = spare.length && head.generation !== null ? `, beside it: ${spare.length > 3 ? many(spare.length, "node") : spare.join(", ")}` : "";
-  say(byId("world"), of.slice(2) + beside);
+  const [waiting, host, gpu] = head.standby;
+  const memory = `${bytes(host)}${gpu ? `, ${bytes(gpu)} on GPUs` : ""}`;
+  const standby = waiting ? `, ${waiting === 1 ? "1 process stands" : `${count(waiting)} processes stand`} by (${memory})` : "";
+  say(byId("world"), of.slice(2) + beside + standby);
   byId("said").replaceChildren(...head.said.map((line) => make("li", "", line)));
   byId("s-said").hidden = head.said.length === 0;
   const acts = head.standing === "here" && !head.ended;
@@ -170,7 +173,7 @@ function begin() {
     byId("tiles").append(make("div", "", ...parts));
   }
   ranks.begin((rank) =>
-    control.ask(`Kill rank ${rank}?`, "Its process gets SIGKILL. The job takes that as a failure: all ranks restart, if a restart is left.",
+    control.ask(`Kill rank ${rank}?`, "Its process gets SIGKILL. The job takes that as a failure: if a restart is left, a new world begins, and ranks that cannot stay in their processes start anew.",
       `Kill rank ${rank}`, `kill?rank=${rank}`));
   charts.begin(incidents.show);
   incidents.begin();
