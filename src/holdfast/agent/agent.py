@@ -486,11 +486,10 @@ class Agent:
             self.say(f"rank {found.rank} is as fast as the others again")
             return
         noted = record.StragglerFound(
-            generation, found.rank, found.own_s, found.usual_s, round(found.score, 2), stragglers.WINDOWS
+            generation, found.rank, found.own_s, found.usual_s, round(found.score, 2), stragglers.WINDOWS, found.by
         )
         self._events.emit(noted)
-        own, usual = f"{found.own_s * 1000:.3g} ms", f"{found.usual_s * 1000:.3g} ms"
-        self.say(f"rank {found.rank} holds the others up: it needs {own} a step for itself, the others {usual}")
+        self.say(f"rank {found.rank} {found.headline}")
 
     def _tell(self, message: protocol.ToCoordinator) -> None:
         """Fill in what only the shell knows, and send."""
