@@ -209,9 +209,11 @@ class Agent:
 
     async def _is_fit(self, run_dir: RunDirectory) -> bool:
         """Whether this node may take part, by `holdfast doctor`. One that is told to stop does not wait for it."""
+        from holdfast.checkpoint.settings import DIRECTORY
         from holdfast.doctor import examination
 
-        looking = asyncio.ensure_future(examination.preflight(log_dir=run_dir.path or "", env=self._env))
+        log_dir, target = run_dir.path or os.devnull, self._env.get(DIRECTORY, "")
+        looking = asyncio.ensure_future(examination.preflight(log_dir, target, self._env))
         both: list[asyncio.Future[Any]] = [looking, self._finished]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not looking.done():
