@@ -65,7 +65,7 @@ class Scene:
         loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         log = EventLog(None, [self._note], self.said.append)
-        self.vault = Vault(loop, os.environ, nproc, grace_s, log, self.said.append)
+        self.vault = Vault(loop, os.environ, nproc, grace_s, log, self.said.append, self.said.append)
         self.bell = Doorbell(loop, self._answer)
         assert self.bell.start()
         monkeypatch.setenv(DOORBELL, self.bell.name)

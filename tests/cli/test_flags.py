@@ -89,6 +89,8 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--on_straggler": ("on_straggler", "warn"),
     "--dashboard": ("dashboard", None),
     "--preflight": ("preflight", False),
+    "-q": ("quiet", False),
+    "--quiet": ("quiet", False),
     "--rank-assignment": ("rank_assignment", "infrastructure"),
     "--rank_assignment": ("rank_assignment", "infrastructure"),
     "--node-timeout": ("node_timeout", 3.0),

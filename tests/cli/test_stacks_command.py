@@ -88,3 +88,18 @@ def test_several_jobs_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch
         "  run-7  pid 7  train.py, 2 ranks, generation 0\n"
         "  run-8  pid 8  train.py, 2 ranks, generation 0\n"
     )
+
+
+def test_nothing_that_a_program_is_called_or_says_reaches_the_terminal_raw(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b[2J\x9b31m\u202e"
+    group = Group((0,), 1, evil, False, (f"x.py:1 {evil}",))
+    assert run(answer=Taken((group,), (), f"/logs/{evil}", 1, 0)) == 0
+    assert run(answer=Sorry(evil)) == 1
+    monkeypatch.setattr(doorbell, "find", lambda: [7, 8])
+    monkeypatch.setattr(doorbell, "ask", lambda pid, *_: Job(f"{evil}{pid}", pid, 2, evil, 0))
+    assert command.main([]) == 2
+    said = capsys.readouterr()
+    lines = [*said.out.splitlines(), *said.err.splitlines()]
+    assert all(line.isprintable() for line in lines) and sum(r"\x1b[2J" in line for line in lines) >= 6

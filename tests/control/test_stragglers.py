@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from holdfast.control.stragglers import WINDOWS, Found, Stragglers, Window, window
+from holdfast.control.stragglers import SECTION, STEP, WINDOWS, By, Found, Stragglers, Window, window
 
 
-def hear(stragglers: Stragglers, own_s: dict[str, dict[int, float]], times: int = 1) -> list[Found]:
+def hear(stragglers: Stragglers, own_s: dict[str, dict[int, float]], times: int = 1, by: By = STEP) -> list[Found]:
     found: list[Found] = []
     for _ in range(times):
         for node, ranks in own_s.items():
-            measured = window(ranks)
+            measured = window(ranks, by)
             assert measured is not None
             found += stragglers.hear(node, measured)
     return found
@@ -79,3 +79,34 @@ def test_a_new_world_begins_anew() -> None:
     stragglers.begin()
     assert stragglers.found == {}
     assert hear(stragglers, {"n1": {0: 0.1, 1: 0.2}}, WINDOWS - 1) == []
+
+
+# -- sections ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_slow_in_its_sections_alone_is_found_by_them() -> None:
+    stragglers = Stragglers()
+    own, sections = {"n1": {0: 0.1, 1: 0.1, 2: 0.1}}, {"n1": {0: 0.02, 1: 0.02, 2: 0.05}}
+    for _ in range(WINDOWS - 1):
+        assert hear(stragglers, own) + hear(stragglers, sections, by=SECTION) == []
+    [found] = hear(stragglers, own) + hear(stragglers, sections, by=SECTION)
+    assert (found.rank, found.by, found.own_s, found.usual_s) == (2, SECTION, 0.05, 0.02)
+    assert found.headline == "holds the others up: it needs 50 ms a step in its sections, the others 20 ms"
+
+
+def test_a_rank_that_is_slow_by_both_is_told_once_and_is_fast_again_when_it_is_by_both() -> None:
+    stragglers = Stragglers()
+    slow, fast = {"n1": {0: 0.1, 1: 0.1, 2: 0.2}}, {"n1": {0: 0.1, 1: 0.1, 2: 0.1}}
+    told = [*hear(stragglers, slow, WINDOWS), *hear(stragglers, slow, WINDOWS, SECTION)]
+    assert [(found.rank, found.by, found.gone) for found in told] == [(2, STEP, False)]
+    assert hear(stragglers, fast, WINDOWS) == [] and list(stragglers.found) == [2]
+    [gone] = hear(stragglers, fast, WINDOWS, SECTION)
+    assert (gone.rank, gone.gone) == (2, True) and stragglers.found == {}
+
+
+def test_who_waits_for_a_slow_rank_in_a_section_is_not_taken_for_one() -> None:
+    """Of two it cannot be known; of more the others wait as well."""
+    for waiting in (1, 2, 7):
+        sections = {"n1": dict.fromkeys(range(waiting), 0.2) | {waiting: 0.05}}
+        assert hear(Stragglers(), sections, 10, SECTION) == []
+    assert hear(Stragglers(), {"n1": {0: 0.2}, "n2": {1: 0.05}}, 10, SECTION) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from doctoring import AFTER_TORCH, examine, hook, package
 
-from holdfast.doctor import devices
+from holdfast.doctor import devices, ranks
 from holdfast.doctor.finding import Asked, ok
 
 HAS_GPU = torch.cuda.is_available()
@@ -167,6 +168,25 @@ DIES = """
 def test_a_rank_that_dies_is_named_and_not_the_one_that_noticed(tmp_path: Path) -> None:
     found = examine(tmp_path, "--only", "collective", env=hook(tmp_path, AFTER_TORCH + DIES))["collective"]
     assert (found.state, found.text) == ("fail", "gloo, 2 ranks: rank 1: its process was ended by SIGBUS")
+
+
+def test_gpus_between_which_nccl_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs are claimed to be there, and one of them does not come through."""
+
+    def reduce(backend: str, rank: int, size: int, listener: socket.socket) -> float:
+        assert (backend, size) == ("nccl", 2)
+        if rank == 1:
+            raise RuntimeError("NCCL error: unhandled system error\nmore")
+        return 0.001
+
+    monkeypatch.setattr(ranks, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(ranks, "_reduce", reduce)
+    found = ranks.nccl(Asked())
+    assert (found.state, found.text) == (
+        "fail",
+        "nccl, 2 ranks: rank 1: RuntimeError: NCCL error: unhandled system error",
+    )
+    assert found.cure.startswith("run it with NCCL_DEBUG=INFO")
 
 
 def test_nothing_is_asked_of_gpus_that_are_not_there() -> None:

@@ -116,6 +116,19 @@ def test_opening_and_closing_wake_the_agent_for_a_nearer_deadline(make_rank: Mak
     assert rank.pokes() == 2
 
 
+def test_how_long_closed_sections_took_is_in_the_page(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = started()
+    clock = iter([100.0, 101.0, 103.0, 107.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    client.start_section("step")
+    client.start_section("forward")
+    assert rank.page.paces[-1] == 0.0
+    client.end_section("forward")
+    assert rank.page.paces[-1] == 2.0
+    client.end_section("step")
+    assert rank.page.paces[-1] == 9.0
+
+
 def test_a_name_is_told_before_its_section_is_first_open(rank: Rank) -> None:
     client = started()
     client.start_section("a")

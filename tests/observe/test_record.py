@@ -229,7 +229,7 @@ def test_an_incident_asks_for_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "fdatasync", note)
     run_dir = RunDirectory(str(tmp_path), "job")
-    records = Records(run_dir, [], lambda *lines: None)
+    records = Records(run_dir, [], lambda *lines: None, lambda *lines: None)
     records.opened(Incident(1, 0, Kind.SIGNAL, "killed", "restart 1 of 3", True))
     assert records.events._syncing is not None
     records.events._syncing.join(30)

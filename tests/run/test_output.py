@@ -25,7 +25,7 @@ print("err", rank, "orange", file=sys.stderr, flush=True)
 def chatty(job: Job, *flags: str, nproc: int = 2) -> None:
     script = job.folder / "chatty.py"
     script.write_text(CHATTY)
-    assert job.run(script, nproc=nproc, flags=flags) == 0
+    assert job.run(script, nproc=nproc, flags=("--quiet", *flags)) == 0
 
 
 def log(job: Job, rank: int, name: str) -> str:
@@ -58,7 +58,7 @@ def test_the_prefix_is_the_users_to_choose_and_a_rank_filter_hides_the_others(jo
     script = job.folder / "chatty.py"
     script.write_text(CHATTY)
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}|${rank}> "}
-    assert job.run(script, nproc=3, flags=("--tee=0:1,1:1", "--local-ranks-filter=1,2"), env=template) == 0
+    assert job.run(script, nproc=3, flags=("-q", "--tee=0:1,1:1", "--local-ranks-filter=1,2"), env=template) == 0
     assert sorted(job.out.splitlines()) == ["<default|1> out 1 apple", "out 2 apple"]
     assert sorted(job.err.splitlines()) == ["err 1 orange", "err 2 orange"]
     assert log(job, 0, "stdout") == "out 0 apple\n"

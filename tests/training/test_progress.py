@@ -61,6 +61,17 @@ def test_a_terminal_has_one_line_that_is_written_over() -> None:
     assert told.out.getvalue().count("\n") == 1 and told.out.getvalue().endswith("\n")
 
 
+def test_who_is_asked_to_be_quiet_shows_nothing_and_tells_the_record() -> None:
+    told: list[int] = []
+    now_s = iter(range(100, 200, 20))
+    out = io.StringIO()
+    progress = Progress(0, out, lambda: float(next(now_s)), lambda step, *_: told.append(step), quiet=True)
+    for step in (1, 2, 3):
+        progress.step(step, "1/1", lambda: 0.5, 64, 3 - step)
+    progress.end()
+    assert told == [2, 3] and out.getvalue() == ""
+
+
 def test_where_no_end_is_known_none_is_told_of() -> None:
     told = Told(io.StringIO())
     assert [told.step(step, None) for step in (1, 2)] == ["", ""]

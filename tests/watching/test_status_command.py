@@ -98,6 +98,12 @@ def test_stragglers_and_spares_are_named(alone: Path, tmp_path: Path, capsys: py
     assert code == 0
     assert "  world       generation 0, 3 ranks on 1 node: 3 training; 1 spare node\n" in text
     assert "  stragglers  rank 1; rank 1 on n1 takes 800 ms a step for itself, where most take 200 ms\n" in text
+    job.progresses(3592, (41,) * 3, section_us=(90_000, 10_000, 10_000)).note(3593, record.StragglerGone(0, 1))
+    job.note(3594, record.StragglerFound(0, 0, 0.09, 0.01, 9.0, 3, by="section"))
+    assert (
+        "  stragglers  rank 0; rank 0 on n1 takes 90 ms a step in its sections, where most take 10 ms\n"
+        in shown(capsys, job)[1]
+    )
 
 
 def test_processes_that_stand_by_are_counted(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

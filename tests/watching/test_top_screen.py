@@ -74,6 +74,23 @@ def test_processes_that_stand_by_are_counted(alone: Path, tmp_path: Path) -> Non
     assert "standby 1 process, 312 MB of memory" in texts(job.note(3591, record.StandbyReady(0, 77, 312_000_000)))
 
 
+def test_eighty_columns_have_room_for_the_last_sign_and_for_sections_if_there_are_any(
+    alone: Path, tmp_path: Path
+) -> None:
+    written = Written(tmp_path, node="a-node-with-a-long-name:7").starts().starts(node="n2:5").launches(5).steps(8)
+    job = watched(written.progresses(20, (40, 40), step_us=(250_000,) * 2, own_us=(100_000,) * 2))
+    job.signs = {0: Sign(0, 0.25)}
+    [head, first] = [row.text.split("  ") for row in frame(job, 79, 24) if row.text.lstrip().startswith(("RANK", "0 "))]
+    assert [cell.strip() for cell in head if cell.strip()][-2:] == ["OWN TIME", "LAST SIGN"]
+    assert [cell.strip() for cell in first if cell.strip()] == [
+        *("0", "a-node-w..", "training", "40", "250 ms", "100 ms", "250 ms")
+    ]
+    with_sections = watched(written.progresses(30, (41, 41), section_us=(7_000, 90_000)))
+    shown = [row.text for row in frame(with_sections, 79, 24)]
+    assert [text.split()[-3:] for text in shown if text.lstrip().startswith("1 ")] == [["90", "ms", "-"]]
+    assert any(text.endswith("OWN TIME  SECTIONS  LAST SIGN") for text in shown)
+
+
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50), (40, 12), (20, 5), (1, 1), (300, 2000)])
 def test_a_thousand_ranks_fit_any_screen(alone: Path, tmp_path: Path, columns: int, lines: int) -> None:
     assert texts(large(tmp_path), columns, lines)

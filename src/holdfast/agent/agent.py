@@ -41,6 +41,7 @@ from holdfast.control.stragglers import Found
 from holdfast.observe import error_file, record, torchelastic
 from holdfast.observe.events import Sink
 from holdfast.wire import messages
+from holdfast.worker import saying
 
 # What the agents alone need to know.
 SECRETS = ("HOLDFAST_SECRET", "HOLDFAST_ETCD_PASSWORD")
@@ -58,14 +59,13 @@ class Agent:
         logs: Logs | None = None,
         decide: restarts.Decide | None = None,
         sinks: tuple[Sink, ...] = (),
-        quiet: bool = False,
     ) -> None:
         self._options = options
         self._own_logs = logs
         default = restarts.decide if options.retry_same_error else restarts.decide_unless_same_error
         self._decide = decide or default
         self._sinks = sinks
-        self._quiet = quiet
+        self._quiet = options.quiet
         self._id = uuid.uuid4().hex
         self._node: nodes.Node | None = None
         self._link: Link | None = None
@@ -124,8 +124,12 @@ class Agent:
     def say(self, *lines: str) -> None:
         """Tell the person at the console."""
         if not self._quiet:
-            fresh = "\r\x1b[K" if self._stderr.is_terminal else ""
-            self._stderr.write("".join(f"{fresh}holdfast: {line}\n" for line in lines).encode(errors="replace"))
+            self.complain(*lines)
+
+    def complain(self, *lines: str) -> None:
+        """Of what goes wrong, also where nothing else is told. Why the job fails is not said here: its result tells."""
+        fresh = "\r\x1b[K" if self._stderr.is_terminal else ""
+        self._stderr.write("".join(f"{fresh}holdfast: {line}\n" for line in lines).encode(errors="replace"))
 
     async def _set_up(self) -> None:
         options = self._options
@@ -145,10 +149,12 @@ class Agent:
         if options.event_handler == "console":
             sinks.append(torchelastic.ConsoleSink(options.settings.run_id, options.role, self._stderr.write))
         own = f"{joining.host(options)}:{os.getpid()}"
-        self._records = Records(run_dir, sinks, self.say, own, self._loop.call_soon)
+        self._records = Records(run_dir, sinks, self.say, self.complain, own, self._loop.call_soon)
         self._events = self._records.events
-        plumbing = Plumbing(self._loop, self._stdout, self._stderr, self.say, options.prefix_template, options.filters)
-        redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks, self.say)
+        plumbing = Plumbing(
+            self._loop, self._stdout, self._stderr, self.complain, options.prefix_template, options.filters
+        )
+        redirected = (run_dir.path, options.redirects, options.tee, options.local_ranks, self.complain)
         logs = self._own_logs or TorchrunLogs(*redirected)
         nproc = options.nproc if isinstance(options.nproc, int) else await self._count(options.nproc)
         if options.numa_binding is not None:
@@ -177,17 +183,18 @@ class Agent:
             self.say(f"next: holdfast status {pid}; holdfast top {pid}; holdfast stacks {pid}")
         if options.preflight and not await self._is_fit(run_dir):
             return
-        vault = self._vault = Vault(self._loop, self._env, nproc, options.shutdown_timeout_s, self._events, self.say)
+        grace_s = options.shutdown_timeout_s
+        vault = self._vault = Vault(self._loop, self._env, nproc, grace_s, self._events, self.say, self.complain)
         self._at_end.callback(vault.close)
-        self._monitors = Monitors(self._loop, options, self._records, self._advance, self.say, nproc, vault)
+        self._monitors = Monitors(self._loop, options, self._records, self._advance, self.complain, nproc, vault)
         self._at_end.callback(self._monitors.close)
         self._stage = Stage(
             self._loop, options, self._helpers, self._planner, self._env, self._threads, self._records, plumbing, logs,
             self._monitors, listener, self._from_rank, self._dying, self._refuse, self._started,
-            lambda ready: self._advance(acts.StandsBy(ready)), self.say,
+            lambda ready: self._advance(acts.StandsBy(ready)), self.complain,
         )  # fmt: skip
         self._at_end.callback(self._stage.close)
-        self._page = Page(self._loop, options.dashboard, run_dir.path, self.say)
+        self._page = Page(self._loop, options.dashboard, run_dir.path, self.complain)
         self._at_end.callback(self._page.close)
         self._forwarder = Forwarder(self._loop, self._events, lambda message: link.tell(message))
         self._node = joining.make_node(options, self._id, nproc)
@@ -202,9 +209,11 @@ class Agent:
 
     async def _is_fit(self, run_dir: RunDirectory) -> bool:
         """Whether this node may take part, by `holdfast doctor`. One that is told to stop does not wait for it."""
+        from holdfast.checkpoint.settings import DIRECTORY
         from holdfast.doctor import examination
 
-        looking = asyncio.ensure_future(examination.preflight(log_dir=run_dir.path or "", env=self._env))
+        log_dir, target = run_dir.path or os.devnull, self._env.get(DIRECTORY, "")
+        looking = asyncio.ensure_future(examination.preflight(log_dir, target, self._env))
         both: list[asyncio.Future[Any]] = [looking, self._finished]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not looking.done():
@@ -230,6 +239,8 @@ class Agent:
         env["HOLDFAST_JOB"] = uuid.uuid4().hex
         if "OMP_NUM_THREADS" not in env and self._options.nproc != 1:
             env["OMP_NUM_THREADS"] = "1"
+        if self._quiet:
+            env[saying.QUIET] = "1"
         return env
 
     async def _count(self, kind: str) -> int:
@@ -477,11 +488,10 @@ class Agent:
             self.say(f"rank {found.rank} is as fast as the others again")
             return
         noted = record.StragglerFound(
-            generation, found.rank, found.own_s, found.usual_s, round(found.score, 2), stragglers.WINDOWS
+            generation, found.rank, found.own_s, found.usual_s, round(found.score, 2), stragglers.WINDOWS, found.by
         )
         self._events.emit(noted)
-        own, usual = f"{found.own_s * 1000:.3g} ms", f"{found.usual_s * 1000:.3g} ms"
-        self.say(f"rank {found.rank} holds the others up: it needs {own} a step for itself, the others {usual}")
+        self.say(f"rank {found.rank} {found.headline}")
 
     def _tell(self, message: protocol.ToCoordinator) -> None:
         """Fill in what only the shell knows, and send."""

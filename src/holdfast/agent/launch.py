@@ -24,10 +24,10 @@ from holdfast.agent.result import Result
 from holdfast.control.membership import Settings
 from holdfast.control.restarts import Decide
 from holdfast.fault_tolerance.config import FaultToleranceConfig, HangDetection
-from holdfast.observe import explain
 from holdfast.observe.events import Event
 from holdfast.wire.messages import Command, Function, Program, portable
 from holdfast.worker import programs
+from holdfast.worker.saying import is_quiet
 
 
 class JobFailed(Exception):
@@ -40,8 +40,7 @@ class JobFailed(Exception):
             for exit in sorted(result.exits, key=lambda exit: exit.rank)
             if exit.is_failure
         }
-        last = result.incidents[-1] if result.incidents and not result.incidents[-1].restarted else None
-        lines = explain.given_up(last, result.run_dir) if last is not None else [result.reason]
+        last, lines = result.ended_by, result.failure()
         for rank, error in self.errors.items():
             if last is None or rank != last.rank:
                 lines += [f"  rank {rank}:", *(f"    {line}" for line in error.rstrip().splitlines())]
@@ -131,10 +130,11 @@ def launch(
             local_ranks=frozenset(local_ranks_filter) if local_ranks_filter is not None else None,
             prefix_template=log_line_prefix_template,
             filters=LogFilters(tuple(duplicate_stdout_filters), tuple(duplicate_stderr_filters)),
+            quiet=quiet or is_quiet(),
             ft=ft,
         )
         sinks = (on_event,) if on_event is not None else ()
-        result = _run_beside(Agent(options, logs=logs, decide=decide, sinks=sinks, quiet=quiet))
+        result = _run_beside(Agent(options, logs=logs, decide=decide, sinks=sinks))
         if result.kind is not None:
             raise JobFailed(result)
         ranks = sorted(exit.rank for exit in result.exits)

@@ -33,7 +33,7 @@ class Monitors:
         options: Options,
         records: Records,
         post: Callable[[acts.Event], None],
-        say: Callable[[str], None],
+        complain: Callable[[str], None],
         nproc: int,
         vault: Vault,
     ) -> None:
@@ -41,7 +41,7 @@ class Monitors:
         self._events = records.events
         self._run_dir = records.run_dir.path
         self._post = post
-        self._say = say
+        self._complain = complain
         self._nproc = nproc
         self._vault = vault
         self._running: RunningWorld | None = None
@@ -118,7 +118,7 @@ class Monitors:
 
     def _corrupt(self, rank: int, why: str) -> None:
         self._events.emit(record.BeaconCorrupt(rank, why))
-        self._say(f"the beacon of rank {rank} is corrupt ({why}); whether it hangs cannot be seen any more")
+        self._complain(f"the beacon of rank {rank} is corrupt ({why}); whether it hangs cannot be seen any more")
 
     @property
     def doorbell(self) -> str:

@@ -66,6 +66,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     prefix_template: str | None = None  # of tee'd lines; ${role_name}, ${rank} and ${local_rank} are replaced
     logs_plugin: str | None = None
     event_handler: str = "null"
+    quiet: bool = False  # say nothing but what goes wrong
     dashboard: str | None = None  # [HOST:]PORT
     preflight: bool = False
     standby: int = 0  # processes that wait to be ranks

@@ -19,12 +19,10 @@ class Page:
     """Started where the coordinator is, whose record is that of the whole job."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, listen: str | None, run_dir: str | None, say: Callable[[str], None]
+        self, loop: asyncio.AbstractEventLoop, listen: str | None, run_dir: str | None, complain: Callable[[str], None]
     ) -> None:
-        self._loop, self._listen, self._run_dir, self._say = loop, listen, run_dir, say
-        self._token = secrets.token_urlsafe(
-            32
-        )  # the same for the next process: addresses that were given away stay good
+        self._loop, self._listen, self._run_dir, self._complain = loop, listen, run_dir, complain
+        self._token = secrets.token_urlsafe(32)  # the next process's, too: addresses that were given away stay good
         self._process: subprocess.Popen[bytes] | None = None
         self._fd = -1
         self._wanted = False
@@ -36,7 +34,7 @@ class Page:
         if self._listen is None or self._process is not None:
             return
         if self._run_dir is None:
-            self._say("--dashboard has no effect: with --log-dir=/dev/null there is no record to show")
+            self._complain("--dashboard has no effect: with --log-dir=/dev/null there is no record to show")
             self._listen = None
             return
         command = [sys.executable, "-P", "-m", "holdfast.dashboard", self._run_dir, "--listen", self._listen]
@@ -44,7 +42,7 @@ class Page:
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         except OSError as failure:
-            self._say(f"there is no page: {failure.strerror}; training goes on")
+            self._complain(f"there is no page: {failure.strerror}; training goes on")
             return
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stdin:

@@ -67,9 +67,11 @@ class Page:
         return self._words[beacon.PHASE], self._times[beacon.PHASE_AT], self._times[beacon.BUSY_AT]
 
     @property
-    def paces(self) -> tuple[float, float, int]:
-        """How long saves have held it up, how long it took for itself, and in how many steps."""
-        return self._times[beacon.SAVED_S], self._times[beacon.OWN_S], self._count(beacon.OWN_STEPS)
+    def paces(self) -> tuple[float, float, int, float]:
+        """How long saves have held it up, how long it took for itself, in how many steps, and for its sections."""
+        times = self._times
+        own_steps = self._count(beacon.OWN_STEPS)
+        return times[beacon.SAVED_S], times[beacon.OWN_S], own_steps, times[beacon.SECTION_S]
 
     def sign(self, now_s: float) -> tuple[float, list[tuple[int, float]]]:
         """For how long there was no sign of life, and the sections that are open, with since when."""

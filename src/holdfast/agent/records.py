@@ -25,14 +25,15 @@ class Records:
         run_dir: RunDirectory,
         sinks: list[Sink],
         say: Say,
+        complain: Say,
         host: str = "",
         soon: Callable[[Callable[[], None]], object] = lambda call: call(),
     ) -> None:
         self.run_dir = run_dir
         self._soon = soon  # what need not be done before the next world begins
-        self.events = EventLog(run_dir.join(record.NAME), sinks, say, host)
+        self.events = EventLog(run_dir.join(record.NAME), sinks, complain, host)
         self.incidents: list[Incident] = []  # the closed ones
-        self._say = say
+        self._say, self._complain = say, complain
         self._started_s = time.monotonic()
 
     def merge(self, message: protocol.Recorded) -> None:
@@ -63,6 +64,8 @@ class Records:
             self._say(*explain.summary(steps, self.incidents, wall_s, self.run_dir.path if last is None else None))
         if not self.incidents:
             self.run_dir.discard_if_temporary()
+        if self.run_dir.path is not None:
+            self._say(explain.next_commands(self.run_dir.path, failed=kind is not None))
         return last
 
     def _note(self, incident: Incident, kind: type[IncidentNoted], said: Sequence[str]) -> None:
@@ -90,4 +93,4 @@ class Records:
                     file.write(msgspec.json.format(msgspec.json.encode(noted), indent=2) + b"\n")
                 os.replace(path + ".part", path)
             except OSError as failure:
-                self._say(f"cannot write {path}: {failure.strerror}; training goes on")
+                self._complain(f"cannot write {path}: {failure.strerror}; training goes on")

@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.control.causes import EXIT_CODES, Kind, RankExit, is_worth_rescheduling
 from holdfast.control.incidents import Incident
+from holdfast.observe import explain
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -18,6 +19,18 @@ class Result(msgspec.Struct, frozen=True):
     run_dir: str | None
     drained: bool = False  # it was told to end, and did so in order
     elsewhere: bool | None = None  # whether another machine may do better; None: the kind says
+
+    @property
+    def ended_by(self) -> Incident | None:
+        """The incident that ended the job, if one did."""
+        is_last = self.kind is not None and self.incidents and not self.incidents[-1].restarted
+        return self.incidents[-1] if is_last else None
+
+    def failure(self) -> list[str]:
+        """Why the job did not succeed, for a person."""
+        if self.ended_by is not None:
+            return explain.given_up(self.ended_by, self.run_dir)
+        return [self.reason] if self.kind is not None else []
 
     @property
     def is_worth_rescheduling(self) -> bool:

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from holdfast.agent.pages import Page
-from holdfast.control.stragglers import Window, window
+from holdfast.control.stragglers import SECTION, STEP, Window, window
 from holdfast.observe.events import EventLog
 from holdfast.observe.record import Progress
 
@@ -22,18 +24,21 @@ class _Rank:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._before: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
+        self._before: tuple[int, float, float, int, float] = (0, 0.0, 0.0, 0, 0.0)
 
-    def look(self) -> tuple[int, float, float]:
-        """Its steps, and what one took since the last look, in all and for itself; 0.0 where there was none."""
+    def look(self) -> tuple[int, float, float, float]:
+        """Its steps, and what one took since the last look: in all, for itself, and in sections; 0.0 where there was
+        none."""
         steps, at_s = self._page.steps or 0, self._page.last_step_s
-        _, own_s, own_steps = self._page.paces
-        before_steps, before_s, before_own_s, before_own_steps = self._before
-        self._before = (steps, at_s, own_s, own_steps)
-        each_s = (at_s - before_s) / (steps - before_steps) if before_steps and steps > before_steps else 0.0
+        _, own_s, own_steps, section_s = self._page.paces
+        before_steps, before_s, before_own_s, before_own_steps, before_section_s = self._before
+        self._before = (steps, at_s, own_s, own_steps, section_s)
+        done = steps - before_steps if before_steps else 0
         counted = own_steps - before_own_steps
+        each_s = (at_s - before_s) / done if done > 0 else 0.0
         each_own_s = (own_s - before_own_s) / counted if counted > 0 else 0.0
-        return steps, _short(each_s), _short(each_own_s)
+        each_section_s = (section_s - before_section_s) / done if done > 0 else 0.0
+        return steps, _short(each_s), _short(each_own_s), _short(each_section_s)
 
 
 class Sampler:
@@ -76,18 +81,19 @@ class Sampler:
     def _progress(self, ranks: list[_Rank]) -> Progress | None:
         if not any(page.steps for page in self._pages):
             return None
-        looked = [rank.look() for rank in ranks]
+        steps, step_s, own_s, section_s = zip(*(rank.look() for rank in ranks), strict=True)
         newest = max(page.base + (page.steps or 0) for page in self._pages)
         return Progress(
             generation=self._generation,
             first_rank=self._first_rank,
             step=newest,
             base=max((page.base for page in self._pages if page.is_based), default=-1),
-            steps=_together(tuple(steps for steps, _, _ in looked), 0),
-            step_us=_together(tuple(round(each_s * 1e6) for _, each_s, _ in looked), TOGETHER),
-            own_us=tuple(round(own_s * 1e6) for _, _, own_s in looked) if any(own_s for _, _, own_s in looked) else (),
+            steps=_together(steps, 0),
+            step_us=_together(_us(step_s), TOGETHER),
+            own_us=_us(own_s) if any(own_s) else (),
             saving_s=_short(max(page.paces[0] for page in self._pages)),
             phases="".join(str(min(9, page.phase[0])) for page in self._pages),
+            section_us=_us(section_s) if any(section_s) else msgspec.UNSET,
         )
 
     def _sleep(self) -> None:
@@ -104,9 +110,10 @@ class Sampler:
         if found is not None and (self._last is None or _marks(found) != _marks(self._last)):
             self._last = found
             self._events.emit(found)
-            own_s = {found.first_rank + at: each_us / 1e6 for at, each_us in enumerate(found.own_us)}
-            if (measured := window(own_s)) is not None:
-                self._on_window(found.generation, measured)
+            for by, each in ((STEP, found.own_us), (SECTION, found.section_us or ())):
+                taken_s = {found.first_rank + at: each_us / 1e6 for at, each_us in enumerate(each)}
+                if (measured := window(taken_s, by)) is not None:
+                    self._on_window(found.generation, measured)
 
 
 def _marks(progress: Progress) -> object:
@@ -117,6 +124,10 @@ def _together(each: tuple[int, ...], apart: float) -> tuple[int, ...]:
     """One number for ranks that step together, as nearly all do: it halves the line."""
     most = max(each)
     return (most,) if most - min(each) <= most * apart else each
+
+
+def _us(seconds: Sequence[float]) -> tuple[int, ...]:
+    return tuple(round(each_s * 1e6) for each_s in seconds)
 
 
 def _short(seconds: float) -> float:

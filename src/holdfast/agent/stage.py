@@ -47,7 +47,7 @@ class Stage:
         on_refused: Callable[[str], None],
         on_up: Callable[[RunningWorld], None],
         on_standby: Callable[[int], None],
-        say: Callable[[str], None],
+        complain: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._options = options
@@ -69,7 +69,9 @@ class Stage:
         self._stayers: dict[int, Stayer] = {}  # by local rank
         tokens = itertools.count(-1, -1)
         self._stores = Stores(loop, helpers, tokens, options.master_port, listener)
-        self._standbys = Standbys(loop, options, helpers, env, plumbing, tokens, records.events.emit, on_standby, say)
+        self._standbys = Standbys(
+            loop, options, helpers, env, plumbing, tokens, records.events.emit, on_standby, complain
+        )
         self.world: RunningWorld | None = None
         self._beside = False  # new ranks need not wait for those that die
         self._will = self._will_of = self._will_step = -1  # the file, whose generation's, and its step

@@ -51,10 +51,10 @@ class Standbys:
         tokens: Iterator[int],
         emit: Callable[[record.Happened], None],
         on_change: Callable[[int], None],
-        say: Callable[[str], None],
+        complain: Callable[[str], None],
     ) -> None:
         self._loop, self._options, self._helpers, self._env = loop, options, helpers, env
-        self._plumbing, self._emit, self._on_change, self._say = plumbing, emit, on_change, say
+        self._plumbing, self._emit, self._on_change, self._complain = plumbing, emit, on_change, complain
         self._tokens = tokens
         self._all: dict[int, _Standby] = {}  # by token
         self._gave_up = False
@@ -129,7 +129,7 @@ class Standbys:
                 if standby.ready is None and not self._gave_up:
                     # It would do so again.
                     self._gave_up = True
-                    self._say(
+                    self._complain(
                         f"no process stands by: one ended before it was ready: {' '.join(last) or 'it said nothing'}"
                     )
                 self._emit(record.StandbyEnded(standby.local_rank, pid, last))

@@ -42,6 +42,7 @@ class Vault:
         grace_s: float,
         events: EventLog,
         say: Callable[[str], None],
+        complain: Callable[[str], None],
     ) -> None:
         self._loop = loop
         # Without the mark by which what ranks leave is known: it is no rank's.
@@ -49,7 +50,7 @@ class Vault:
         self._nproc = nproc
         self._grace_s = grace_s
         self._events = events
-        self._say = say
+        self._say, self._complain = say, complain
         self._slots: list[int] = []
         self._writer: channel.Channel[FromWriter] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -178,12 +179,12 @@ class Vault:
         self._events.emit(record.CheckpointFailed(saved.step, saved.text, saved.name, saved.rank))
         if self._said != (saved.step, saved.text):  # every rank has the same to say of a full disk
             self._said = (saved.step, saved.text)
-            self._say(f"the checkpoint of step {saved.step} failed: {saved.text}; training goes on")
+            self._complain(f"the checkpoint of step {saved.step} failed: {saved.text}; training goes on")
 
     def _persisted(self, persisted: Persisted) -> None:
         if not persisted.ok:
             self._events.emit(record.CheckpointFailed(persisted.step, persisted.text))
-            self._say(f"what the ranks left in memory could not be saved: {persisted.text}")
+            self._complain(f"what the ranks left in memory could not be saved: {persisted.text}")
         elif persisted.step is not None:
             self._events.emit(
                 record.CheckpointPersisted(
@@ -209,7 +210,7 @@ class Vault:
         try:
             await asyncio.wait_for(self._gone.wait(), self._grace_s)
         except TimeoutError:
-            self._say(f"checkpoints were still being written {self._grace_s:g} s after the end, and are given up")
+            self._complain(f"checkpoints were still being written {self._grace_s:g} s after the end, and are given up")
 
     def close(self) -> None:
         self._lost()

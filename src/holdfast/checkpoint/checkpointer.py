@@ -32,7 +32,7 @@ from holdfast.wire import messages
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
 from holdfast.worker.beacon import DRAINS, Phase
-from holdfast.worker.saying import say
+from holdfast.worker.saying import complain, say
 
 log = logging.getLogger("holdfast")
 
@@ -393,7 +393,7 @@ class Checkpointer:
         try:
             self.save(step, epoch=epoch, metrics=metrics, blocking=True)
         except CheckpointError as failure:
-            say(f"stops after step {step} without a save: {failure}")
+            complain(f"stops after step {step} without a save: {failure}")
             if ends:
                 raise SystemExit(1) from None
         else:

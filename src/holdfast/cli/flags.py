@@ -16,7 +16,7 @@ from holdfast.cli.usage import Remember, nearest
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 OWN = {
     *("restart_policy", "restart_budget", "restart_refill", "retry_same_error", "exit_code_from_cause", "cold_start"),
-    *("resume", "reschedule_exit_code"),
+    *("resume", "reschedule_exit_code", "quiet"),
     *(
         "spares",
         "standby",
@@ -330,6 +330,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="null, or console for torchelastic's events on stderr (default null)",
     )
+    _add(group, "quiet", "-q", env=False, flag=True, help="say nothing but what goes wrong; show no progress")
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from holdfast.cli.usage import Usage, nearest, one_of
 from holdfast.observe.torchelastic import HANDLERS
 from holdfast.wire.messages import Command, Module, Program, Script, portable
 from holdfast.wire.snapshots import RESUME
+from holdfast.worker.saying import is_quiet
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         return _complain(str(wrong), 2)
     except Refused as refusal:
         return _complain(str(refusal), 1)
-    for note in notes(args):
+    for note in notes(args) if not options.quiet else ():
         print(f"holdfast: {note}", file=sys.stderr)
     try:
         result = asyncio.run(Agent(options).run())
@@ -43,9 +44,11 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as bug:
         return _internal_error(bug)
+    for line in result.failure() if options.quiet and not result.drained else ():  # else the agent has told
+        print(f"holdfast: {line}", file=sys.stderr)
     if result.is_worth_rescheduling:
         verdict.leave(result.is_of_this_node)
-    if options.reschedule_exit_code is not None and result.is_worth_rescheduling:
+    if options.reschedule_exit_code is not None and result.is_worth_rescheduling and not options.quiet:
         print(f"holdfast: worth rescheduling: exit code {options.reschedule_exit_code}", file=sys.stderr)
     return result.exit_code(options.exit_code_from_cause, options.reschedule_exit_code)
 
@@ -82,6 +85,7 @@ def read(args: Namespace) -> Options:
         dashboard=_listen(args.dashboard),
         preflight=args.preflight,
         standby=args.standby,
+        quiet=args.quiet or is_quiet(),
         event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
         # Somebody's variable from outside is taken for the flag, so that it too counts for the first world alone.
         resume=args.resume or os.environ.get(RESUME, ""),

@@ -78,8 +78,7 @@ class Breaking(Forming):
 
     def _replace(self, now_s: float, member: Member, found: Found) -> list[Action]:
         host = member.hello.host
-        own, usual = f"{found.own_s * 1000:.3g} ms", f"{found.usual_s * 1000:.3g} ms"
-        headline = f"holds the others up: {own} a step for itself, the others {usual}"
+        headline = found.headline
         self.quarantine.exclude(host, f"rank {found.rank} {headline}")
         self.causes.append(Cause(Kind.LOST_NODE, headline, now_s, rank=found.rank, node=host))
         text = f"{host} is set aside: {self.quarantine.why(host)}; holdfast nodes --lift {host} takes it back"

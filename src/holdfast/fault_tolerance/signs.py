@@ -10,7 +10,7 @@ import time
 from holdfast.fault_tolerance import table
 from holdfast.fault_tolerance.monitoring import Monitoring
 from holdfast.fault_tolerance.timeouts import RankMonitorClientError, check_name
-from holdfast.worker.beacon import END, END_MARK, HEARTBEAT_AT, MAGIC, MARK, OPEN, OUTSIDE_AT, WAKE_AT
+from holdfast.worker.beacon import END, END_MARK, HEARTBEAT_AT, MAGIC, MARK, OPEN, OUTSIDE_AT, SECTION_S, WAKE_AT
 
 
 class Signs(Monitoring):
@@ -69,8 +69,10 @@ class Signs(Monitoring):
         except (KeyError, TypeError):
             raise RankMonitorClientError(f"section {section!r} is not open; start it before it is ended") from None
         now_s = time.monotonic()
-        if now_s - since_s > self._longest.get(section, 0.0):
-            self._longest[section] = now_s - since_s
+        took_s = now_s - since_s
+        times[SECTION_S] += took_s
+        if took_s > self._longest.get(section, 0.0):
+            self._longest[section] = took_s
         if opened:
             times[self._index[section]] = 0.0
             words[OPEN] = len(opened)

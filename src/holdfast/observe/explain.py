@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
@@ -43,7 +44,7 @@ def given_up(incident: Incident, run_dir: str | None) -> list[str]:
         lines.append("  then " + _followers(incident))
     lines.append(f"  {incident.action}")
     if run_dir is not None:
-        lines += [f"  more in {run_dir}", f"  next: holdfast status {run_dir}; holdfast report {run_dir}"]
+        lines.append(f"  more in {run_dir}")
     return lines
 
 
@@ -61,8 +62,14 @@ def summary(steps: int, incidents: list[Incident], wall_s: float, kept_in: str |
     if totals:
         lines.append("  where it went: " + ", ".join(f"{name} {duration(s)}" for name, s in totals.items() if s > 0))
     if kept_in is not None:
-        lines += [f"  the records are in {kept_in}", f"  next: holdfast report {kept_in}"]
+        lines.append(f"  the records are in {kept_in}")
     return lines
+
+
+def next_commands(run_dir: str, failed: bool) -> str:
+    """What helps when a job has ended, to be copied into a shell."""
+    where = shlex.quote(run_dir)
+    return "next: " + (f"holdfast status {where}; " if failed else "") + f"holdfast report {where}"
 
 
 def duration(seconds: float) -> str:

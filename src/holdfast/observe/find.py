@@ -113,7 +113,7 @@ def siblings(found: Found) -> list[Path]:
 def _only(jobs: Sequence[doorbell.Job]) -> Found:
     """Of several nodes on one machine, the one whose record has the others' lines, too: the longest."""
     if len({job.run_id for job in jobs}) > 1:
-        raise NotFound("several jobs run here; say which by its run id or pid:", [_line(job) for job in jobs])
+        raise NotFound("several jobs run here; say which by its run id or pid:", [line(job) for job in jobs])
     kept = [_running(job) for job in jobs if job.run_dir]
     if not kept:
         raise NotFound(f"job {clean(jobs[0].run_id)} keeps no record: it was started with --log-dir=/dev/null")
@@ -132,7 +132,8 @@ def _folders(jobs: Iterable[doorbell.Job]) -> set[Path]:
     return {_running(job).run_dir.absolute() for job in jobs if job.run_dir}
 
 
-def _line(job: doorbell.Job) -> str:
+def line(job: doorbell.Job) -> str:
+    """Which one it is, for who has to choose."""
     of = f"{clean(job.program)}, {many(job.nproc, 'rank')}, generation {job.generation}"
     return f"{clean(job.run_id)}  pid {job.pid}  {of}"
 

@@ -195,6 +195,7 @@ class Progress(Happened, frozen=True):
     own_us: tuple[int, ...] = ()  # of these, what it needed for itself before it could wait for others
     saving_s: float = 0.0  # the most that any rank was held up by saves in this world
     phases: str = ""  # a digit for each rank: `worker.beacon.Phase`
+    section_us: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET  # in sections, a step; where a rank has some
 
 
 class Trained(Happened, frozen=True):
@@ -216,6 +217,7 @@ class StragglerFound(Happened, frozen=True):
     typical_s: float
     score: float
     windows: int
+    by: str = "step"  # or section: what of it takes so long
 
 
 class StragglerGone(Happened, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
+from collections.abc import Callable
 from datetime import datetime
 from time import time as unix_s
 
@@ -179,11 +180,10 @@ class Watched:
                 return told_s - self._zero_s
         return self.state.at(incident.failed_at_s)
 
-    @property
-    def usual_own_s(self) -> float:
-        """What a rank needs for itself in a step, most of the time."""
-        own = [rank.own_s for rank in self.state.ranks.values() if rank.own_s]
-        return statistics.median(own) if own else 0.0
+    def usual_s(self, of: Callable[[Rank], float]) -> float:
+        """What most ranks need."""
+        known = [each_s for rank in self.state.ranks.values() if (each_s := of(rank))]
+        return statistics.median(known) if known else 0.0
 
     def step_of(self, rank: Rank) -> int:
         """Over all worlds, as far as that is known."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.control.incidents import Incident
+from holdfast.control.stragglers import SECTION
 from holdfast.observe.explain import duration
 from holdfast.observe.record import IncidentNoted
 from holdfast.observe.screen import age, ago, clean, cut, many, ranks, size
@@ -165,8 +166,11 @@ def stragglers(job: Watched) -> str:
         return ""
     worst = max((job.state.ranks[rank] for rank in slow), key=lambda rank: rank.own_s)
     on = f" on {job.short(worst.node)}" if len(job.state.nodes) > 1 else ""
-    usual = f", where most take {duration(job.usual_own_s)}" if job.usual_own_s else ""
-    return f"{ranks(slow)}; rank {worst.rank}{on} takes {duration(worst.own_s)} a step for itself{usual}"
+    in_sections = worst.slow_by == SECTION
+    own_s, where = (worst.section_s, "in its sections") if in_sections else (worst.own_s, "for itself")
+    usual_s = job.usual_s(lambda rank: rank.section_s if in_sections else rank.own_s)
+    usual = f", where most take {duration(usual_s)}" if usual_s else ""
+    return f"{ranks(slow)}; rank {worst.rank}{on} takes {duration(own_s)} a step {where}{usual}"
 
 
 # -- incidents --------------------------------------------------------------------------------------------------------

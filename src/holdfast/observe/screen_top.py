@@ -24,7 +24,7 @@ from holdfast.observe.state import Rank
 
 BAD, WARN, TITLE, DIM = "31", "33", "7", "2"  # as a terminal is told
 WORST = ("failed", "hung")
-WIDE = 100  # columns; with less, pids are left out
+WIDE = 100  # columns; with less, pids are left out, and names of nodes cut
 MARKS = {"starting": "s", "training": ".", "evaluating": "e", "saving": "w", "ending": "z", "exited": "x"}
 QUIT = "  q quits "
 LEGEND = ". training  s starting  e evaluating  w saving  z ending  x exited  ! straggler  H hung  F failed"
@@ -122,8 +122,9 @@ def _table(job: Watched, ranks: list[Rank], columns: int, room: int) -> list[Row
         worst = sorted(ranks, key=lambda rank: _trouble(job, rank, usual, front))
         ranks, left_out = worst[: most - 1], worst[most - 1 :]
     several, wide = len(job.state.nodes) > 1, columns >= WIDE
-    cells = [_cells(job, rank, several, wide) for rank in ranks]
-    lines = table([_names(several, wide), *cells], frozenset((0, *range(2 + several, len(cells[0]) - 1))))
+    sections = any(rank.section_s for rank in ranks)
+    cells = [_cells(job, rank, several, sections, wide) for rank in ranks]
+    lines = table([_names(several, sections, wide), *cells], frozenset((0, *range(2 + several, len(cells[0]) - 1))))
     rows = [Row(""), Row(lines[0], DIM), *map(Row, lines[1:], map(_style, ranks))]
     if left_out:
         counts = Counter(rank.state for rank in left_out)
@@ -132,19 +133,20 @@ def _table(job: Watched, ranks: list[Rank], columns: int, room: int) -> list[Row
     return rows
 
 
-def _names(several: bool, wide: bool) -> list[str]:
-    node, more = ["NODE"] if several else [], ["LAST SIGN", "PID"] if wide else []
-    return ["RANK", *node, "STATE", "STEP", "STEP TIME", "OWN TIME", *more, ""]
+def _names(several: bool, sections: bool, wide: bool) -> list[str]:
+    node, times, pid = ["NODE"] * several, ["SECTIONS"] * sections, ["PID"] * wide
+    return ["RANK", *node, "STATE", "STEP", "STEP TIME", "OWN TIME", *times, "LAST SIGN", *pid, ""]
 
 
-def _cells(job: Watched, rank: Rank, several: bool, wide: bool) -> list[str]:
-    node = [cut(clean(job.short(rank.node)), 24)] if several else []
+def _cells(job: Watched, rank: Rank, several: bool, sections: bool, wide: bool) -> list[str]:
+    node = [cut(clean(job.short(rank.node)), 24 if wide else 10)] if several else []
     sign = job.signs.get(rank.rank)
     section = f"in {sign.section} for {duration(sign.section_s)}" if sign is not None and sign.section else ""
     note = clean(" ".join(filter(None, ["straggler" if rank.straggles else "", section, rank.text])))
-    times = [step_time(rank.step_s), step_time(rank.own_s)]
-    more = [duration(sign.silent_s) if sign is not None else "-", str(rank.pid or "-")] if wide else []
-    return [str(rank.rank), *node, rank.state, f"{job.step_of(rank):,}", *times, *more, note]
+    times = [step_time(rank.step_s), step_time(rank.own_s), *([step_time(rank.section_s)] if sections else [])]
+    silent = duration(sign.silent_s) if sign is not None else "-"
+    pid = [str(rank.pid or "-")] if wide else []
+    return [str(rank.rank), *node, rank.state, f"{job.step_of(rank):,}", *times, silent, *pid, note]
 
 
 def _style(rank: Rank) -> str:

@@ -30,7 +30,9 @@ class Rank(msgspec.Struct):
     steps: int = 0
     step_s: float = 0.0
     own_s: float = 0.0
+    section_s: float = 0.0
     straggles: bool = False
+    slow_by: str = ""  # of one that straggles: step or section
     text: str = ""  # why it failed
 
 
@@ -210,9 +212,9 @@ class State(msgspec.Struct):
                 self._progressed(noted, progress)
             case record.Trained() as trained:
                 self._trained(noted, trained)
-            case record.StragglerFound(generation=generation, rank=number):
+            case record.StragglerFound(generation=generation, rank=number, by=by):
                 if (rank := self._rank(generation, number)) is not None:
-                    rank.straggles = True
+                    rank.straggles, rank.slow_by = True, by
             case record.StragglerGone(generation=generation, rank=number):
                 if (rank := self._rank(generation, number)) is not None:
                     rank.straggles = False
@@ -271,6 +273,7 @@ class State(msgspec.Struct):
             rank.steps = max(rank.steps, _get(progress.steps, at))
             rank.step_s = _get(progress.step_us, at) / 1e6 or rank.step_s
             rank.own_s = _get(progress.own_us, at) / 1e6 or rank.own_s
+            rank.section_s = _get(progress.section_us or (), at) / 1e6 or rank.section_s
             if rank.state in PHASES:
                 rank.state = DIGITS.get(progress.phases[at : at + 1], rank.state)
         taken = [each_us / 1e6 for each_us in progress.step_us if each_us]

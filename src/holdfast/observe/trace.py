@@ -108,8 +108,8 @@ class _Nodes:
                 self._mark(node, rank + 1, at_us, "raised", {"error": error})
             case record.RankHung(rank=rank, what=what):
                 self._mark(node, rank + 1, at_us, "hung", {"what": what})
-            case record.StragglerFound(rank=rank, own_s=own_s, typical_s=typical_s):
-                self._mark(node, rank + 1, at_us, "straggles", {"own_s": own_s, "typical_s": typical_s})
+            case record.StragglerFound(rank=rank, own_s=own_s, typical_s=typical_s, by=by):
+                self._mark(node, rank + 1, at_us, "straggles", {"own_s": own_s, "typical_s": typical_s, "by": by})
             case record.StragglerGone(rank=rank):
                 self._mark(node, rank + 1, at_us, "straggles no more", {})
             case record.Progress(step=step):

@@ -31,6 +31,7 @@ from holdfast.training.units import Cut, Unit
 from holdfast.training.worlds import Worlds
 from holdfast.wire import messages
 from holdfast.worker import place
+from holdfast.worker.saying import is_quiet
 
 if TYPE_CHECKING:
     from holdfast.training.run import Run
@@ -85,7 +86,10 @@ class Loop:
         return restored
 
     def _begin_progress(self) -> None:
-        self._progress = Progress(self._run.generation, tell=_tell) if self._run.rank_zero else None
+        if self._run.rank_zero:
+            self._progress = Progress(self._run.generation, tell=_tell, quiet=is_quiet())
+        else:
+            self._progress = None
 
     @property
     def _checkpointer(self) -> Checkpointer | None:

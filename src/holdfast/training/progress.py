@@ -36,10 +36,12 @@ class Progress:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         tell: Tell | None = None,
+        quiet: bool = False,
     ) -> None:
         self._out = out if out is not None else sys.stderr
         self._live = self._out.isatty()
         self._every_s = LIVE_S if self._live else PLAIN_S
+        self._quiet = quiet
         self._clock = clock
         self._tell = tell
         self._restarts = restarts
@@ -58,7 +60,7 @@ class Progress:
             window.steps += 1
         told_every_s = min(PLAIN_S, max(TOLD_S, (now_s - told.began_s) / 10))
         tells = self._tell is not None and (now_s - told.since_s >= told_every_s or left == 0)
-        shows = now_s - shown.since_s >= self._every_s or left == 0
+        shows = not self._quiet and (now_s - shown.since_s >= self._every_s or left == 0)
         if not tells and not shows:
             return
         value = loss()

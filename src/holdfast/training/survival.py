@@ -29,7 +29,7 @@ from holdfast.wire.snapshots import STANDBY
 from holdfast.worker import errors, groups, place
 from holdfast.worker.beacon import STEPS
 from holdfast.worker.place import Place
-from holdfast.worker.saying import say
+from holdfast.worker.saying import complain, say
 from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
@@ -217,7 +217,7 @@ class Survival:
         groups.abort()
         self._call("aborted")
         if not self._call("health"):
-            say(f"rank {self._place.rank} is not healthy, by its own check, and ends")
+            complain(f"rank {self._place.rank} is not healthy, by its own check, and ends")
             raise SystemExit(1)
         here = self._place
         self._seat.left()

@@ -34,6 +34,7 @@ BUSY_AT = 23  # when it was last done with an evaluation or a save
 SAVED_S = 25  # so long saves have held it up
 OWN_S, OWN_STEPS = 26, 27  # so long it took for itself, before it could wait for others, in so many steps
 BASED = 28  # 1: its optimizer counts, so that BASE says something
+SECTION_S = 29  # so long its sections took that are closed; one inside of another counts as well
 DRAINS = 24  # 1: it looks at DRAIN after each step, saves when it is told to, and ends by itself
 # then those of the agent:
 LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
