@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from lone_job import FOREVER_S, LoneJob
-from stories import every, the
+from stories import GRACE_S, Story, every, the
 
+from holdfast.control import protocol
 from holdfast.control.acts import (
     Bequeathed,
     Leave,
@@ -20,7 +22,7 @@ from holdfast.control.acts import (
     Timer,
 )
 from holdfast.control.causes import Kind
-from holdfast.control.staying import LEAST_S, LEAVE_S, LONGER, TRIES
+from holdfast.control.staying import ABANDON_WAITS, LEAST_S, LEAVE_S, LONGER, TRIES
 
 
 def training(ranks: int = 3, max_restarts: int = 10) -> LoneJob:
@@ -36,9 +38,9 @@ def stays(job: LoneJob, *ranks: int) -> LoneJob:
     return job
 
 
-def leaves(job: LoneJob, *ranks: int) -> None:
+def leaves(job: LoneJob, *ranks: int, steps: int = 5) -> None:
     for rank in ranks:
-        job.hears(Left(job.generation, rank, steps=5), 0.01)
+        job.hears(Left(job.generation, rank, steps=steps), 0.01)
 
 
 def test_the_others_leave_and_one_process_is_new() -> None:
@@ -85,8 +87,8 @@ def test_one_that_does_not_get_out_is_killed() -> None:
     job = training()
     job.ends(1, -signal.SIGKILL, after_s=FOREVER_S)
     leaves(job, 2)
-    [killed] = job.timer("leave", LEAVE_S)
-    assert isinstance(killed, Signal) and killed.ranks == (0,) and killed.signum == signal.SIGKILL
+    killed = the(job.timer("leave", LEAVE_S), Signal)
+    assert killed.ranks == (0,) and killed.signum == signal.SIGKILL
     assert "still in its world" in killed.why
     job.ends(0, -signal.SIGKILL)
     assert job.worlds[-1].stayed
@@ -120,7 +122,7 @@ def test_after_two_worlds_without_a_step_all_are_started_anew() -> None:
         for rank in range(3):
             job.hears(Stays(job.generation, rank), 0.0)
         assert every(job.ends(1, -signal.SIGKILL, after_s=FOREVER_S), Leave)
-        leaves(job, 0, 2)
+        leaves(job, 0, 2, steps=0)
     job.hears(Started(job.generation))
     for rank in range(3):
         job.hears(Stays(job.generation, rank), 0.0)
@@ -167,3 +169,82 @@ def test_they_are_gone_with_their_zygote() -> None:
     job.loses_helpers()
     job.starts()
     assert not job.worlds[-1].stayed
+
+
+def test_a_step_longer_than_the_grace_is_left_without_a_boundary() -> None:
+    story = Story(3).runs()
+    for rank in (0, 1):
+        story.hears(Stays(0, rank))
+    story.hears(protocol.Stop(0, "node host2 joined", drain=True))
+    actions = story.timer("grace", after_s=GRACE_S)
+    assert the(actions, Leave).ranks == (0, 1) and not the(actions, Leave).boundary
+    assert the(actions, Signal).ranks == (2,) and the(actions, Signal).signum == signal.SIGKILL, "who does not stay"
+    assert [timer.name for timer in every(actions, Timer)] == ["leave", "abandon"]
+    story.hears(Left(0, 0))
+    assert the(story.timer("leave", after_s=LEAVE_S), Signal).ranks == (1,)
+
+
+def test_who_is_to_end_with_its_node_is_killed_when_the_grace_is_over() -> None:
+    story = Story(2).runs()
+    for rank in (0, 1):
+        story.hears(Stays(0, rank))
+    story.hears(protocol.Stop(0, "node host2 joined", drain=True))
+    story.hears(StopRequested(signal.SIGTERM))
+    assert the(story.timer("grace", after_s=GRACE_S), Signal).ranks == (0, 1)
+
+
+def test_one_that_does_not_end_even_by_sigkill_is_not_waited_for() -> None:
+    job = training(2)
+    job.ends(0, -signal.SIGKILL, after_s=FOREVER_S)
+    job.timer("leave", LEAVE_S)
+    for _ in range(ABANDON_WAITS):
+        job.timer("abandon", 2.0)
+    assert job.ended_as is Kind.HANG
+
+
+def test_ranks_that_wait_for_a_new_one_stay_when_that_dies_before_its_first_step() -> None:
+    job = training()
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    leaves(job, 0, 2)
+    for rank in (0, 2):
+        job.hears(Stays(1, rank), 0.0)  # before the new one has so much as a process
+    job.hears(Started(1))
+    actions = job.ends(1, -signal.SIGKILL)
+    assert the(actions, Leave).ranks == (0, 2) and not every(actions, Signal)
+    leaves(job, 0, 2, steps=0)
+    told = [opened.incident.action for opened in every(job.log, Opened)]
+    assert [action.partition("; ")[2] for action in told] == ["2 ranks stay", "2 ranks stay"]
+
+
+def plans(story: Story, steps: int) -> None:
+    """A node joins, or leaves, before all ranks here are known to have stepped."""
+    generation = story.node.generation
+    for rank in (0, 1):
+        story.hears(Stays(generation, rank))
+    story.hears(protocol.Stop(generation, "node host2 joined", drain=True))
+    for rank in (0, 1):
+        story.hears(Left(generation, rank, steps=steps))
+    story.launched(generation + 1)
+    story.hears(Started(generation + 1))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_worlds_that_ended_as_planned_are_no_tries(steps: int) -> None:
+    story = Story(2).runs()
+    for _ in range(TRIES + 2):
+        plans(story, steps)
+    for rank in (0, 1):
+        story.hears(Stays(story.node.generation, rank))
+    actions = story.ends(1, -signal.SIGKILL)
+    assert the(actions, Leave).ranks == (0,) and not every(actions, Signal)
+
+
+def test_a_world_of_which_one_rank_had_stepped_is_no_try() -> None:
+    story = Story(2).runs()
+    for generation in range(TRIES + 2):
+        for rank in (0, 1):
+            story.hears(Stays(generation, rank))
+        assert the(story.ends(1, -signal.SIGKILL, steps=1), Leave).ranks == (0,)
+        story.hears(Left(generation, 0, steps=1))
+        story.launched(generation + 1)
+        story.hears(Started(generation + 1))

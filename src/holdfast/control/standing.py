@@ -87,6 +87,7 @@ class Standing:
         self.over: Finish | None = None  # how to finish once the ranks are gone
         self.fit = True
         self.waits = 0  # since SIGKILL
+        self.abandons = False  # who is not gone by then is given up
         self.opened = self.closed = (-1, 0)  # generation and number of the last incident that this node heard of
 
     # -- contact ------------------------------------------------------------------------------------------------------
