@@ -14,6 +14,7 @@ from holdfast.control.acts import (
     Leave,
     Left,
     Opened,
+    Run,
     Signal,
     Started,
     Stays,
@@ -248,3 +249,18 @@ def test_a_world_of_which_one_rank_had_stepped_is_no_try() -> None:
         story.hears(Left(generation, 0, steps=1))
         story.launched(generation + 1)
         story.hears(Started(generation + 1))
+
+
+def test_who_has_missed_a_world_is_not_taken_along() -> None:
+    story = Story(2).runs()
+    for rank in (0, 1):
+        story.hears(Stays(0, rank))
+    story.hears(protocol.Stop(0, "another node was lost"))
+    for rank in (0, 1):
+        story.hears(Left(0, rank, steps=5))
+    assert the(story.launched(2), Run).outdated, "generation 1 may have committed more than these have"
+    assert not story.node.stayed
+    story.hears(protocol.Stop(2, "another node was lost"))
+    for rank in (0, 1):
+        story.ends(rank, -signal.SIGTERM)
+    assert not the(story.launched(3), Run).outdated

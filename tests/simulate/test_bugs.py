@@ -25,6 +25,7 @@ FIRST = {
     "end_not_written": 70,
     "launch_without_welcome": 5740,
     "dump_awaited": 165,
+    "outdated_taken": 700,
 }
 
 

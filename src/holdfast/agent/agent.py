@@ -428,8 +428,8 @@ class Agent:
         match action:
             case acts.PrepareHelpers():
                 self._prepare_helpers()
-            case acts.Run(world=world, learned=learned):
-                self._stage.run(world, learned)
+            case acts.Run(world=world, learned=learned, outdated=outdated):
+                self._stage.run(world, learned, outdated)
             case acts.Leave(ranks=ranks, why=why, boundary=boundary):
                 self._events.emit(record.RanksLeave(ranks, why, boundary))
                 if self._world is not None:

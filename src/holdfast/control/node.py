@@ -158,6 +158,8 @@ class Node(Staying):
             case protocol.Launch() if not self.welcomed:
                 return []  # meant for an earlier contact, by a coordinator that had not yet heard what we said in this
             case protocol.Launch(world=world) if world.generation > self.generation:
+                # There was a world without this node: what its ranks have may be behind what that one has committed.
+                self.outdated = self.outdated or world.generation > self.generation + 1
                 self.generation, self.restarts, self.job_id = world.generation, world.restart_count, world.job_id
                 self.pending, self.learned = world, event.learned or self.learned
                 if self.live:
@@ -197,8 +199,9 @@ class Node(Staying):
         self.exits, self.causes, self.failing, self.lost_steps = (), (), "", None
         self.hung, self.dumping, self.groups, self.request = False, False, (), None
         self.draining = False
+        outdated = self.outdated
         self._begin_world()
-        return [Run(world, self.learned)]
+        return [Run(world, self.learned, outdated)]
 
     def _told_to_stop(self, now_s: float, stop: protocol.Stop) -> list[Action]:
         generation = stop.generation

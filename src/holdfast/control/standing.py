@@ -68,6 +68,7 @@ class Standing:
         self.stays: frozenset[int] = frozenset()  # ranks of this world that can
         self.left: tuple[Left, ...] = ()  # those that have
         self.staying = False  # some have left the last world, and wait
+        self.outdated = False  # there was another one since
         self.all_stay = False  # all ranks of this world could, when they were told to stop
         self.anew = ""  # why those that could do so do not
         self.standby = 0  # processes that have started, and wait

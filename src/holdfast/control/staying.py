@@ -31,7 +31,7 @@ class Staying(Standing):
     start_s = 0.0  # what it takes from there to the first step of all
 
     def _begin_world(self) -> None:
-        self.stayed, self.staying = self.staying, False
+        self.stayed, self.staying, self.outdated = self.staying and not self.outdated, False, False
         self.tries = self.tries + 1 if self.stayed else 0
         self.stays, self.left, self.stumbles, self.anew, self.all_stay = frozenset(), (), (), "", False
         self.leavers, self.abandons = frozenset(), False
@@ -58,9 +58,7 @@ class Staying(Standing):
         assert self.world is not None
         self.all_stay = self.all_stay or self.stays >= self.live
         if drain and self.stayed:
-            self.tries = max(
-                0, self.tries - 1
-            )  # nothing is wrong with this world, stepped or not
+            self.tries = max(0, self.tries - 1)  # nothing is wrong with this world, stepped or not
         leaves = self.live & self.stays if self._may_stay and self.tries < TRIES else frozenset()
         self.leavers |= leaves
         if self.hung and self.stays:
