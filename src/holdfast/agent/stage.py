@@ -214,13 +214,14 @@ class Stage:
         self._standbys.clear()
         self.dying.clear()  # they are gone, or will be
 
-    def exited(self, pid: int) -> None:
-        """Perhaps one that waited for a place."""
+    def exited(self, pid: int) -> bool:
+        """Perhaps one that waited for a place; whether one like it is to be started."""
         self._stores.exited(pid)
-        self._standbys.exited(pid)
+        missing = self._standbys.exited(pid)
         for local_rank, stayer in list(self._stayers.items()):
             if stayer.pid == pid:
                 self._stayers.pop(local_rank).close()
+        return missing
 
     def close(self) -> None:
         self._oom.close()
