@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from lone_job import FOREVER_S, LoneJob
+from scripted import Job, killed, told
 from stories import GRACE_S, Story, every, the
 
 from holdfast.control import protocol
@@ -23,6 +24,7 @@ from holdfast.control.acts import (
     Timer,
 )
 from holdfast.control.causes import Kind
+from holdfast.control.membership import Policy
 from holdfast.control.staying import ABANDON_WAITS, LEAST_S, LEAVE_S, LONGER, TRIES
 
 
@@ -264,3 +266,113 @@ def test_who_has_missed_a_world_is_not_taken_along() -> None:
     for rank in (0, 1):
         story.ends(rank, -signal.SIGTERM)
     assert not the(story.launched(3), Run).outdated
+
+
+def test_the_incident_says_who_did_not_leave() -> None:
+    job = training(4)
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    job.hears(Bequeathed(0, 0))
+    leaves(job, 2)
+    job.timer("leave", LEAVE_S)
+    for rank in (0, 3):
+        job.ends(rank, -signal.SIGKILL)
+    [opened] = every(job.log, Opened)
+    action = "restart 1 of 10; 1 rank stays; 2 ranks are replaced, too: they did not leave their world"
+    assert opened.incident.action == action
+    job = training(2)
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    job.hears(Bequeathed(0, 0))
+    job.ends(0, -signal.SIGKILL)
+    [opened] = every(job.log, Opened)
+    assert opened.incident.action == "restart 1 of 10; 1 rank is replaced, too: it did not leave its world"
+
+
+def test_the_incident_says_why_a_program_does_not_stay_after_all() -> None:
+    job = training(2)
+    for rank in (0, 1):
+        job.hears(Stays(0, rank, stays=False, why="new_group() is called outside of run.train()"))
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    job.ends(0, -signal.SIGTERM)
+    [opened] = every(job.log, Opened)
+    why = "all ranks are started anew: new_group() is called outside of run.train()"
+    assert opened.incident.action == f"restart 1 of 10; {why}"
+
+
+# -- several nodes ----------------------------------------------------------------------------------------------------
+
+
+def stepped(job: Job, *nodes: str) -> None:
+    for node in nodes:
+        job.says(node, protocol.Stepped(job.coordinator.generation, 9.0, 10.0, stays=True))
+
+
+def recovering() -> Job:
+    """With min-healthy: a rank has failed, and those of both nodes wait for the one that takes its place."""
+    job = Job((1, 3), max_restarts=0, policy=Policy.MIN_HEALTHY)
+    job.comes("a", "b")
+    job.timer("last call")
+    stepped(job, "a", "b")
+    job.now_s += FOREVER_S
+    assert told(job.fails("a", stays=True, staying=True, stay=1), protocol.Stop) == ["a", "b"]
+    job.down("b", stays=True, staying=True, stay=2)
+    return job
+
+
+def test_with_min_healthy_ranks_that_stay_cost_no_restart() -> None:
+    job = recovering()
+    assert (job.coordinator.generation, job.spent, job.over) == (1, 0, None)
+    assert [opened.action for opened in job.opened("b")] == ["restart that is not counted; 3 ranks stay"]
+
+
+def test_with_min_healthy_nobody_waits_for_the_dead_before_the_first_step() -> None:
+    job = recovering()
+    assert told(job.fails("b", stays=True, staying=True, stay=1), protocol.Stop) == ["a", "b"]
+    job.down("a", stays=True, staying=True, stay=2)
+    assert (job.coordinator.generation, job.spent) == (2, 0)
+
+
+def test_with_min_healthy_all_that_are_started_anew_are_a_restart() -> None:
+    job = recovering()
+    job.fails("b", stays=True, anew="ranks that stayed came to no step in 2 worlds")
+    job.down("a", stays=True, anew="ranks that stayed came to no step in 2 worlds")
+    assert job.over is not None and job.over.reason == "no restart: --max-restarts is 0"
+
+
+def test_with_min_healthy_too_few_nodes_are_a_restart() -> None:
+    job = Job((2, 2), max_restarts=0, policy=Policy.MIN_HEALTHY)
+    job.comes("a", "b")
+    stepped(job, "a", "b")
+    job.gone("b")
+    job.down("a", stays=True, staying=True, stay=2)
+    assert job.over is not None and job.over.reason == "no restart: --max-restarts is 0"
+
+
+def test_with_min_healthy_a_node_joins_ranks_that_stay() -> None:
+    job = recovering()
+    stepped(job, "a", "b")
+    job.comes("c")
+    assert [stop.drain for stop in job.got("a", protocol.Stop)] == [False, True]
+    job.down("a", "b", stays=True, staying=True, stay=2)
+    assert sorted(job.seated) == ["a", "b", "c"] and job.spent == 0
+
+
+def test_the_incident_says_that_a_node_is_set_aside() -> None:
+    job = Job((1, 2), max_restarts=9)
+    job.runs("a", "b")
+    while not job.coordinator.quarantine.holds("host-b"):
+        job.fails("b", killed(at_s=8.0))
+        job.down("a")
+        job.steps(*job.seated)
+    actions = [opened.action for opened in job.opened("a")]
+    assert actions[-1].endswith("; host-b is set aside") and "set aside" not in actions[0]
+
+
+def test_the_incident_says_that_shards_stay_in_a_world_of_the_same_size_only() -> None:
+    job = LoneJob(3, 10).starts()
+    for rank in range(3):
+        job.hears(Stays(0, rank, as_it_is=True), 0.0)
+    job.steps(0, 1, 2)
+    job.ends(1, -signal.SIGKILL, after_s=FOREVER_S, steps=5)
+    leaves(job, 0, 2)
+    [opened] = every(job.log, Opened)
+    assert opened.incident.action == "restart 1 of 10; 2 ranks stay, if the next world is as large"

@@ -326,7 +326,8 @@ class Agent:
             case messages.Exited(pid=pid) if self._world is not None and self._world.has(pid):
                 self._process_ended(self._world, self._world.exited(message))
             case messages.Exited(pid=pid) if self._stage is not None:
-                self._stage.exited(pid)
+                if self._stage.exited(pid):
+                    self._park()
             case messages.LogsPlanned():
                 self._planner.answered(message)
 
@@ -393,8 +394,8 @@ class Agent:
                     names = zlib.decompress(modules).decode().split("\n")
                     self._helpers.learn(tuple(filter(None, names)))
                 self._park()
-            case messages.Stays(rank=rank, generation=generation, stays=stays):
-                self._advance(acts.Stays(generation, rank, stays))
+            case messages.Stays(rank=rank, generation=generation, stays=stays, why=why, as_it_is=as_it_is):
+                self._advance(acts.Stays(generation, rank, stays, why, as_it_is))
                 self._watch(rank)
             case messages.Stumbled(rank=rank, generation=generation, at_s=at_s, headline=headline):
                 self._advance(acts.Stumbled(generation, rank, at_s, headline))

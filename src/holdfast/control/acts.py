@@ -67,6 +67,8 @@ class Stays(msgspec.Struct, frozen=True):
     generation: int
     rank: int
     stays: bool = True
+    why: str = ""  # it cannot
+    as_it_is: bool = False  # as the same rank of as many, and not otherwise
 
 
 class StandsBy(msgspec.Struct, frozen=True):

@@ -71,6 +71,8 @@ class Standing:
         self.outdated = False  # there was another one since
         self.all_stay = False  # all ranks of this world could, when they were told to stop
         self.anew = ""  # why those that could do so do not
+        self.replaced: frozenset[int] = frozenset()  # ranks that did not get out, and are killed
+        self.as_they_are = False  # some can, but in a world of the same size only
         self.standby = 0  # processes that have started, and wait
         self.causes: tuple[Cause, ...] = ()  # of ours, not of a rank
         self.failing = ""
@@ -172,6 +174,8 @@ class Standing:
             stay=len(self.left),
             stays=self.all_stay,
             anew=self.anew,
+            replaced=len(self.replaced),
+            as_they_are=self.as_they_are,
         )
 
     # -- what is known ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class Staying(Standing):
 
     stayed = False  # some of this world's ranks were in an earlier one
     leavers: frozenset[int] = frozenset()  # ranks of it that were told to leave it
+    hindered = ""  # why some cannot
     tries = 0
     stumbles: tuple[Cause, ...] = ()
     started_at_s = 0.0
@@ -34,7 +35,8 @@ class Staying(Standing):
         self.stayed, self.staying, self.outdated = self.staying and not self.outdated, False, False
         self.tries = self.tries + 1 if self.stayed else 0
         self.stays, self.left, self.stumbles, self.anew, self.all_stay = frozenset(), (), (), "", False
-        self.leavers, self.abandons = frozenset(), False
+        self.as_they_are = False
+        self.leavers, self.abandons, self.replaced, self.hindered = frozenset(), False, frozenset(), ""
 
     def _is_up(self, now_s: float, started: Started) -> list[Action]:
         """All ranks have a process."""
@@ -65,6 +67,8 @@ class Staying(Standing):
             self.anew = "who hangs cannot be told to leave"
         elif self.tries >= TRIES and self.stays:
             self.anew = f"ranks that stayed came to no step in {TRIES} worlds"
+        elif not leaves and self._may_stay:
+            self.anew = self.hindered
         actions: list[Action] = []
         if leaves:
             actions.append(Leave(tuple(sorted(leaves)), why, drain))
@@ -97,11 +101,13 @@ class Staying(Standing):
 
     def _kill_late(self) -> list[Action]:
         late = self.live & self.leavers
+        self.replaced |= late
         return self._kill(late, f"still in its world {LEAVE_S:g} s after being told to leave it")
 
     def _bequeathed(self, event: Bequeathed) -> list[Action]:
         if event.rank not in self.live or self.phase is not Phase.STOPPING:
             return []
+        self.replaced |= {event.rank}
         why = "it cannot leave its world, and has left its state to whoever takes its place"
         return self._kill(frozenset({event.rank}), why)
 
@@ -119,6 +125,8 @@ class Staying(Standing):
 
     def _stays(self, event: Stays) -> None:
         self.stays -= {event.rank}
+        self.hindered = event.why or self.hindered
+        self.as_they_are = self.as_they_are or event.as_it_is
         if event.stays:
             self.stays |= {event.rank} & self.live
 

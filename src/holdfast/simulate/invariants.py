@@ -198,7 +198,8 @@ class Checker:
             return
         if before.world.job_id != plan.world.job_id:
             raise Violation("generations", f"generation {generation} is of another job than the one before")
-        if apart == 1 and is_ == was and ended is not None and ended.kind not in free:
+        among_themselves = ended is not None and settings.policy is Policy.MIN_HEALTHY and " stay" in ended.action
+        if apart == 1 and is_ == was and ended is not None and ended.kind not in free and not among_themselves:
             raise Violation("restarts", f"generation {generation} was not charged for: {ended.headline}")
 
     def _whole_world(self, plan: Plan) -> None:

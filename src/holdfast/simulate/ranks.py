@@ -264,7 +264,9 @@ class Training:
         self.steps = 0
         self.complete = False
         settings = sim.scenario.settings
-        self._needed = settings.min_nodes if settings.policy is Policy.MIN_HEALTHY else 0
+        # Ranks that stay need all others for a step, as those of DDP do; they have another world instead.
+        without = settings.policy is Policy.MIN_HEALTHY and not self.program.stays
+        self._needed = settings.min_nodes if without else 0
 
     def begin_another_job(self) -> None:
         """Under the same name, so with the checkpoints of the last one, but perhaps with its generations again."""
