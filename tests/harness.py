@@ -116,10 +116,10 @@ class Job:
 
         return self.news.wait(wanted)
 
-    def wait_event(self, name: str) -> None:
-        """Let the job train until its log has such an event."""
+    def wait_event(self, name: str, times: int = 1) -> None:
+        """Let the job train until its log has such an event, so many times."""
         self.news.wait(lambda line: "step" in line)
-        while not self.events(name):
+        while len(self.events(name)) < times:
             self.news.wait(lambda line: "step" in line)
 
     # -- what is known afterwards ---------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from pathlib import Path
 
@@ -13,13 +15,13 @@ from cluster.jobs import Job
 SCRIPT = Path(__file__).parents[1] / "survivors" / "scripts" / "survives.py"
 
 
-def training(nodes: Cluster, nnodes: str, *more: str) -> Job:
+def training(nodes: Cluster, nnodes: str, *flags: str, more: tuple[str, ...] = ()) -> Job:
     """It never ends by itself."""
     (nodes.folder / "state").mkdir()
     env = {"CHECKPOINT_DIR": str(nodes.folder / "checkpoints"), "STATE": str(nodes.folder / "state")}
     env["GLOO_SOCKET_IFNAME"] = "lo"
     args = ("--steps=100000", "--pace=0.02", *more)
-    return Job(nodes, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
+    return Job(nodes, *flags, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
 
 
 def steps(nodes: Cluster, pid: int) -> list[int]:
@@ -48,7 +50,7 @@ def check_agreement(nodes: Cluster) -> None:
 def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
     """With a batch of each rank's own, so that the global one and the learning rate are others in each world."""
     trio = cluster()
-    job = training(trio, "1:3", "--per-rank")
+    job = training(trio, "1:3", more=("--per-rank",))
     job.start(0)
     first = job.wait_generation(0, 0)[0]
     for node in (1, 2):
@@ -70,6 +72,41 @@ def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
     assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
     check_agreement(trio)
     assert trio.leftovers() == []
+
+
+def test_with_min_healthy_a_rank_is_replaced_and_no_restart_counted(cluster: MakeCluster) -> None:
+    pair = cluster()
+    job = training(pair, "2:2", "--restart-policy=min-healthy")
+    job.start(0, 1)
+    before = job.wait_generation(0, 0, 1)
+    os.kill(before[1]["pid"], signal.SIGKILL)
+    after = job.wait_generation(1, 0, 1)
+    assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
+    assert {line["restart_count"] for line in after.values()} == {0}
+    pair.signal_agent(0, signal.SIGTERM)
+    pair.signal_agent(1, signal.SIGTERM)
+    assert job.ends(0, 1) == [0, 0]
+    assert "restart that is not counted; 1 rank stays" in pair.err(0)
+    assert pair.leftovers() == []
+
+
+def test_shards_are_saved_before_a_node_joins(cluster: MakeCluster) -> None:
+    """Of the world as it was, its ranks can be no others."""
+    pair = cluster()
+    job = training(pair, "1:2", more=("--fsdp", "--train"))
+    job.start(0)
+    first = job.wait_generation(0, 0)[0]
+    job.start(1)
+    second = job.wait_generation(1, 0, 1)[0]
+    assert second["pid"] != first["pid"] and second["restart_count"] == 0
+    [saved] = map(int, re.findall(r"goes on in another world, and saved step (\d+)", pair.err(0)))
+    assert steps(pair, first["pid"])[-1] == saved - 1, "of its last step a rank does not get to tell"
+    assert steps(pair, second["pid"])[0] == saved + 1, "no step is done twice, and none is left out"
+    pair.signal_agent(0, signal.SIGTERM)
+    pair.signal_agent(1, signal.SIGTERM)
+    assert job.ends(0, 1) == [0, 0]
+    assert "1 rank stays, if the next world is as large" in pair.err(0)
+    assert pair.leftovers() == []
 
 
 @pytest.mark.long

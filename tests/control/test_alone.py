@@ -25,7 +25,7 @@ from holdfast.control.acts import (
 )
 from holdfast.control.causes import Kind
 from holdfast.control.forming import Phase
-from holdfast.control.node import ABANDON_S, ABANDON_WAITS
+from holdfast.control.staying import ABANDON_S, ABANDON_WAITS
 
 
 def kinds(actions: list[Action]) -> list[type]:

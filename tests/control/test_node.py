@@ -47,8 +47,8 @@ from holdfast.control.acts import (
     TimerFired,
 )
 from holdfast.control.causes import Cause, Kind, RankExit
-from holdfast.control.node import ABANDON_S, ABANDON_WAITS
 from holdfast.control.standing import Phase
+from holdfast.control.staying import ABANDON_S, ABANDON_WAITS
 from holdfast.wire.messages import Leaving
 
 # -- a world that goes well -------------------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ from holdfast.control.acts import (
 )
 from holdfast.control.causes import Kind
 from holdfast.control.hangs import STARTING, Hang, Mode
-from holdfast.control.node import ABANDON_S, ABANDON_WAITS, DUMP_S, NATIVE_S
+from holdfast.control.node import DUMP_S, NATIVE_S
 from holdfast.control.stacks import MAX_GROUPS, Group
 from holdfast.control.standing import Phase
+from holdfast.control.staying import ABANDON_S, ABANDON_WAITS
 
 WHY = "rank 1 hangs: no step for 31 s (limit 30 s)"
 PLACES = (Group((0,), 1, "all_reduce", True), Group((1,), 1, "data.py:41 read", frames=("data.py:41 read",)))

@@ -356,3 +356,15 @@ def test_the_end_is_remembered_by_later_coordinators_of_the_new_job_too() -> Non
     [(_, over)] = sent(job.comes("a", term=0, generation=0), protocol.Over)
     assert over.kind is None
     assert ENDED_BEFORE not in over.reason
+
+
+def test_incidents_that_ended_with_the_job_are_told_to_the_first_that_comes() -> None:
+    before = Job((1, 1), node="a", max_restarts=1)
+    before.runs("a")
+    before.fails("a")
+    before.says("a", protocol.Started(1))
+    after = Job((1, 1), before.written, term=1, node="b", max_restarts=1)
+    assert after.over is not None, "its node was started anew, and no restart is left"
+    after.comes("b")
+    assert [closed.incident.number for closed in after.got("b", protocol.Closed)] == [1, 2]
+    assert after.got("b", protocol.Over)

@@ -14,7 +14,7 @@ WINDOW = 150
 FIRST = {
     "lease_ignored": 80,
     "lease_from_receipt": 3150,
-    "lease_from_welcome": 1100,
+    "lease_from_welcome": 700,
     "zombie_answers": 400,
     "leaver_taken": 55,
     "never_gives_up": 130,
@@ -23,8 +23,9 @@ FIRST = {
     "waiting_blamed": 30,
     "sleep_blamed": 200,
     "end_not_written": 70,
-    "launch_without_welcome": 5740,
+    "launch_without_welcome": 3540,
     "dump_awaited": 165,
+    "outdated_taken": 700,
 }
 
 

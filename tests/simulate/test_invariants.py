@@ -243,3 +243,14 @@ def test_a_coordinator_that_slept_through_the_end_of_its_job_says_nothing_of_the
     checker.hears(seen.Ended(0, None, "", 2, False), seen.Renewed(another_job=True, term=3))
     checker.hears(seen.IncidentClosed(0, incident(7, 0)), seen.Ended(0, Kind.SIGNAL, "no restart: all", 2, False))
     assert checker.ended is None
+
+
+def test_no_step_is_lost_that_a_living_rank_has(checker: Told) -> None:
+    checker.hears(seen.Restored(0, 6, held=6))
+    breaks(checker, "staying", seen.Restored(0, 6, held=7))
+
+
+def test_who_could_stay_is_not_ended_without_a_reason(checker: Told) -> None:
+    checker.hears(seen.Discarded("n0.1", 0, 0, "late"))
+    breaks(checker, "staying", seen.Discarded("n0.1", 0, 0, ""))
+    checker.hears(seen.FoundHung("n0.1", 0, 1, 9.0, 9.0, 5.0, 5.0), seen.Discarded("n0.1", 0, 0, ""))

@@ -347,6 +347,19 @@ def test_those_that_go_with_their_zygote_do_not_stand_by(job: Job) -> None:
     assert [ended["pid"] for ended in job.events("standby.ended")] == [standby["pid"]]
 
 
+def test_one_that_stood_by_and_was_killed_is_replaced(job: Job) -> None:
+    env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
+    job.start(SCRIPT, "--steps=100000", "--pace=0.02", nproc=1, flags=("--standby=1",), env=env)
+    job.wait_event("standby.ready")
+    [first] = job.events("standby.ready")
+    os.kill(first["pid"], signal.SIGKILL)
+    job.wait_event("standby.ready", times=2)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 0, job.err
+    assert [event["pid"] for event in job.events("standby.ended")][:1] == [first["pid"]]
+    assert job.incidents() == [] and job.leftovers() == []
+
+
 @pytest.mark.parametrize("flag", ["--stays=0", pytest.param("--early", marks=pytest.mark.long)])
 def test_a_program_that_cannot_stand_by(job: Job, flag: str) -> None:
     """The job trains on without."""
@@ -355,7 +368,8 @@ def test_a_program_that_cannot_stand_by(job: Job, flag: str) -> None:
     job.wait_event("standby.ended")
     assert job.wait() == 0, job.err
     assert (
-        "holdfast: no process stands by: one ended before it was ready: holdfast: a program that stands by" in job.err
+        "holdfast: no process stands by from now on: one ended before it was ready: holdfast: a program that stands by"
+        in job.err
     )
     assert len(job.events("standby.ended")) == 1, "it is not tried again"
 

@@ -337,7 +337,8 @@ class Agent:
             case messages.Exited(pid=pid) if self._world is not None and self._world.has(pid):
                 self._process_ended(self._world, self._world.exited(message))
             case messages.Exited(pid=pid) if self._stage is not None:
-                self._stage.exited(pid)
+                if self._stage.exited(pid):
+                    self._park()
             case messages.LogsPlanned():
                 self._planner.answered(message)
 
@@ -404,8 +405,8 @@ class Agent:
                     names = zlib.decompress(modules).decode().split("\n")
                     self._helpers.learn(tuple(filter(None, names)))
                 self._park()
-            case messages.Stays(rank=rank, generation=generation, stays=stays):
-                self._advance(acts.Stays(generation, rank, stays))
+            case messages.Stays(rank=rank, generation=generation, stays=stays, why=why, as_it_is=as_it_is):
+                self._advance(acts.Stays(generation, rank, stays, why, as_it_is))
                 self._watch(rank)
             case messages.Stumbled(rank=rank, generation=generation, at_s=at_s, headline=headline):
                 self._advance(acts.Stumbled(generation, rank, at_s, headline))
@@ -439,8 +440,8 @@ class Agent:
         match action:
             case acts.PrepareHelpers():
                 self._prepare_helpers()
-            case acts.Run(world=world, learned=learned):
-                self._stage.run(world, learned)
+            case acts.Run(world=world, learned=learned, outdated=outdated):
+                self._stage.run(world, learned, outdated)
             case acts.Leave(ranks=ranks, why=why, boundary=boundary):
                 self._events.emit(record.RanksLeave(ranks, why, boundary))
                 if self._world is not None:

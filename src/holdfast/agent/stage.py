@@ -77,12 +77,16 @@ class Stage:
         self._will = self._will_of = self._will_step = -1  # the file, whose generation's, and its step
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
 
-    def run(self, world: World, learned: str) -> None:
+    def run(self, world: World, learned: str, outdated: bool = False) -> None:
         """Start the ranks of a world, with the timeouts that earlier ones have agreed on."""
         self.clear()
+        if outdated:
+            self._forget_will()
         for local_rank, stayer in list(self._stayers.items()):
-            if stayer.only not in (None, (world.first_rank + local_rank, world.size)):
+            if outdated or stayer.only not in (None, (world.first_rank + local_rank, world.size)):
                 linux.signal_session(stayer.pid, signal.SIGKILL)
+                # Who takes its place waits for its end, as for that of one that has failed.
+                self.dying[stayer.pid] = (world.generation - 1, world.first_rank + local_rank)
                 self._stayers.pop(local_rank).close()
         for local_rank in range(world.local_size) if world.stayed else ():
             if local_rank not in self._stayers and (standby := self._standbys.take(local_rank)) is not None:
@@ -214,13 +218,14 @@ class Stage:
         self._standbys.lost()
         self.dying.clear()  # they are gone, or will be
 
-    def exited(self, pid: int) -> None:
-        """Perhaps one that waited for a place."""
+    def exited(self, pid: int) -> bool:
+        """Perhaps one that waited for a place; whether one like it is to be started."""
         self._stores.exited(pid)
-        self._standbys.exited(pid)
+        missing = self._standbys.exited(pid)
         for local_rank, stayer in list(self._stayers.items()):
             if stayer.pid == pid:
                 self._stayers.pop(local_rank).close()
+        return missing
 
     def close(self) -> None:
         self._oom.close()

@@ -21,6 +21,8 @@ from holdfast.observe import record
 from holdfast.wire import channel, messages
 from holdfast.wire.snapshots import STANDBY
 
+REPLACED = 3  # in one world; what ends one after the other is short of something, and the ranks need it more
+
 
 class _Standby:
     """One of them, and what is its own until it is a rank."""
@@ -58,10 +60,13 @@ class Standbys:
         self._tokens = tokens
         self._all: dict[int, _Standby] = {}  # by token
         self._gave_up = False
+        self._filled, self._replaced = -1, 0  # the last world, and how many have ended in it
         self._decoder: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 
     def fill(self, world: World, threads: int | None, more_env: Mapping[str, str]) -> None:
         """Start those that are missing. One for each of the first local ranks: a GPU is chosen by that."""
+        if world.generation != self._filled:
+            self._filled, self._replaced = world.generation, 0
         have = {standby.local_rank for standby in self._all.values()}
         for local_rank in range(min(self._options.standby, world.local_size)):
             if local_rank not in have and not self._gave_up:
@@ -120,7 +125,8 @@ class Standbys:
             standby.close(self._loop)
             standby.stayer.close()
 
-    def exited(self, pid: int) -> None:
+    def exited(self, pid: int) -> bool:
+        """Whether another one is to be started in the place of one that was ready."""
         for token, standby in list(self._all.items()):
             if standby.stayer.pid == pid:
                 tail = standby.stayer.output.tail
@@ -130,11 +136,15 @@ class Standbys:
                     # It would do so again.
                     self._gave_up = True
                     self._complain(
-                        f"no process stands by: one ended before it was ready: {' '.join(last) or 'it said nothing'}"
+                        "no process stands by from now on: one ended before it was ready: "
+                        f"{' '.join(last) or 'it said nothing'}"
                     )
                 self._emit(record.StandbyEnded(standby.local_rank, pid, last))
                 self.not_forked(token)
                 self._on_change(self.ready)
+                self._replaced += 1
+                return standby.ready is not None and self._replaced <= REPLACED
+        return False
 
     def _hear(self, token: int) -> None:
         standby = self._all[token]

@@ -25,6 +25,7 @@ from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.format import epoch_file, step_folder
 from holdfast.checkpoint.pace import FIRST, Pace
 from holdfast.checkpoint.restore import Restored, Restoring
+from holdfast.checkpoint.sharded import is_sharded
 from holdfast.checkpoint.snapshots import Moment, Snapshots
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.together import Together, join
@@ -382,14 +383,21 @@ class Checkpointer:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _stop(self, step: int, epoch: int | None, metrics: Metrics | None) -> None:
-        """All ranks are here, after the same step. If none of them ends, nothing is saved: they take it along."""
+        """All ranks are here, after the same step. If none of them ends, nothing is saved: they take it along. Shards
+        they cannot, into a world of another size."""
         ends = self.stays is None or (self._beacon is not None and self._beacon.drain_requested)
-        if self._together.agree(b"1" if ends else b"0", max) == b"1":
-            self._save_and_end(step, epoch, metrics, ends)
+        wants = b"2" if ends else b"1" if self._has_shards else b"0"
+        if (wanted := self._together.agree(wants, max)) != b"0":
+            why = "was asked to stop" if wanted == b"2" else "goes on in another world"
+            self._save_and_end(step, epoch, metrics, ends, why)
         if self.stays is not None:
             self.stays()
 
-    def _save_and_end(self, step: int, epoch: int | None, metrics: Metrics | None, ends: bool) -> None:
+    @property
+    def _has_shards(self) -> bool:
+        return any(map(is_sharded, contents.collect(self.state).tensors.values()))
+
+    def _save_and_end(self, step: int, epoch: int | None, metrics: Metrics | None, ends: bool, why: str) -> None:
         try:
             self.save(step, epoch=epoch, metrics=metrics, blocking=True)
         except CheckpointError as failure:
@@ -398,7 +406,7 @@ class Checkpointer:
                 raise SystemExit(1) from None
         else:
             if self._together.rank == 0:
-                say(f"was asked to stop, and saved step {step}")
+                say(f"{why}, and saved step {step}")
             with contextlib.suppress(RuntimeError):  # nobody takes the store away before all know that it is saved
                 self._together.agree(b"", lambda _: b"")
             if ends:

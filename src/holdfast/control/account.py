@@ -10,7 +10,7 @@ import msgspec
 from holdfast.control import incidents, protocol
 from holdfast.control.causes import Cause, Kind, blame
 from holdfast.control.incidents import Incident
-from holdfast.control.membership import Budget, Record, Settings
+from holdfast.control.membership import Budget, Policy, Record, Settings
 from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart, backoff_s
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -26,7 +26,10 @@ class Ended(msgspec.Struct, frozen=True):
     base: int = 0  # what the optimizer had done before this world
     stays: bool = False  # all its ranks could outlive it
     stayed: int = 0  # so many have
-    anew: str = ""  # why they have not
+    replaced: int = 0  # so many could not get out of it
+    as_they_are: bool = False  # whether they do depends on the size of the next one
+    anew: str = ""  # why none has
+    healthy: bool = False  # there are enough nodes without a new one
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -88,6 +91,12 @@ class Account:
         known, self.history = self.history, self.history.got_to(base, steps)
         return self.history != known
 
+    def set_aside(self, hosts: Sequence[str]) -> None:
+        """By what the open incident is about."""
+        if self.incident is not None and hosts:
+            words = f"{', '.join(hosts)} {'are' if len(hosts) > 1 else 'is'} set aside"
+            self.incident = _with(self.incident, action=f"{self.incident.action}; {words}")
+
     def _stalled(self, kind: Kind) -> GiveUp:
         """What comes again and again at one step may be the program's own doing, on whatever machine, however it ends.
         But no program makes a driver tell of failing hardware, and none sends us signals."""
@@ -115,6 +124,8 @@ class Account:
             return False  # nodes of one start come one after the other; nothing was done that could be lost
         if first.kind in (Kind.MEMBERSHIP, Kind.PREEMPTED) and ended.stays:
             return False  # nobody had to be started again
+        if self._settings.policy is Policy.MIN_HEALTHY and ended.stayed and ended.healthy and not ended.anew:
+            return False  # the ranks see to it among themselves
         if first.kind is Kind.MEMBERSHIP and self.history.left <= 0:
             return False  # it was free when it began, and a step was done since; nobody's arrival ends a job
         membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
@@ -177,6 +188,12 @@ def _with(value: S, **changes: object) -> S:
 
 def _who_stays(ended: Ended) -> str:
     """Which step of the ladder this is, and why it is not the first."""
+    words = f"; all ranks are started anew: {ended.anew}" if ended.anew else ""
     if ended.stayed:
-        return f"; {ended.stayed} rank{'s stay' if ended.stayed > 1 else ' stays'}"
-    return f"; all ranks are started anew: {ended.anew}" if ended.anew else ""
+        words = f"; {ended.stayed} rank{'s stay' if ended.stayed > 1 else ' stays'}"
+        words += ", if the next world is as large" if ended.as_they_are else ""
+    if ended.replaced > 1:
+        words += f"; {ended.replaced} ranks are replaced, too: they did not leave their world"
+    elif ended.replaced:
+        words += "; 1 rank is replaced, too: it did not leave its world"
+    return words

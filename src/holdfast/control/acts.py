@@ -67,6 +67,8 @@ class Stays(msgspec.Struct, frozen=True):
     generation: int
     rank: int
     stays: bool = True
+    why: str = ""  # it cannot
+    as_it_is: bool = False  # as the same rank of as many, and not otherwise
 
 
 class StandsBy(msgspec.Struct, frozen=True):
@@ -177,10 +179,11 @@ class PrepareHelpers(msgspec.Struct, frozen=True):
 
 class Run(msgspec.Struct, frozen=True):
     """Fork the ranks of a world, and give them the timeouts that earlier ones have agreed on. Processes that have
-    stayed are those ranks instead."""
+    stayed are those ranks instead, unless they are `outdated`: others have trained on without them."""
 
     world: World
     learned: str = ""
+    outdated: bool = False
 
 
 class Signal(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from holdfast.control.causes import Cause, Kind, explained, is_worth_reschedulin
 from holdfast.control.forming import Forming, Phase
 from holdfast.control.membership import Member, Policy
 from holdfast.control.orders import Action, End, Send, Timer, Write
-from holdfast.control.restarts import GiveUp
+from holdfast.control.restarts import GiveUp, Restart
 from holdfast.control.stragglers import Found, Window
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -96,7 +96,7 @@ class Breaking(Forming):
         self.undone.discard(node)
         healthy = len(self.undone & self.up) + len(self.done)
         # Ranks that stay have a way of ours to do without one, for which the world has to end.
-        goes_on = self.settings.policy is Policy.MIN_HEALTHY and not self.stay >= self.seats.keys()
+        goes_on = self.settings.policy is Policy.MIN_HEALTHY and not self._stays
         if goes_on and healthy >= self.settings.min_nodes:
             return [] if node in self.up else self._go_on_without(now_s, why, healthy)
         return self._break(now_s, why, failing, drain)
@@ -151,6 +151,8 @@ class Breaking(Forming):
             self.world_steps = max(self.world_steps, down.steps or 0)
             self.world_base = max(self.world_base, down.base)
             self.stayers += down.stay
+            self.replaced += down.replaced
+            self.as_they_are = self.as_they_are or down.as_they_are
             self.stay |= {node} if down.stays else set()
             self.anew = self.anew or down.anew
             self.steps_known = self.steps_known or down.steps is not None
@@ -206,13 +208,15 @@ class Breaking(Forming):
         if self.ending is not None:
             return actions + self._end_as_asked(now_s, self.ending)
         answer = self.account.open(now_s, self._ended(), self.causes)
+        judged = self._judge(now_s, answer.first) if isinstance(answer.decision, Restart) else []
+        # Those of a world are not set aside when it is formed.
+        self.account.set_aside(sorted({s.host for s in self.seats.values() if self.quarantine.holds(s.host)}))
         assert self.account.incident is not None
         opened = protocol.Opened(self.account.incident, now_s)
-        actions += [Write(self._record(now_s)), *self._broadcast(opened)]
+        actions += [Write(self._record(now_s)), *self._broadcast(opened), *judged]
         if isinstance(answer.decision, GiveUp):
             given_up = answer.decision
             return actions + self._finish(now_s, opened.incident.kind, given_up.reason, given_up.elsewhere)
-        actions += self._judge(now_s, answer.first)
         if answer.decision.after_s > 0:
             self._enter(Phase.WAITING)
             return [*actions, Timer("backoff", self.epoch, answer.decision.after_s)]
@@ -228,9 +232,22 @@ class Breaking(Forming):
 
     def _ended(self) -> Ended:
         steps = max(self.world_steps, int(self.has_stepped)) if self.steps_known else None
-        stays = self.stay >= self.seats.keys()
-        of = (self.stayers, self.anew)
-        return Ended(self.generation, self.launched_at_s, steps, self.steps_seen, self.world_base, stays, *of)
+        fit = [
+            m for m in self.members.values() if m.fit and m.leaving is None and not self.quarantine.holds(m.hello.host)
+        ]
+        return Ended(
+            self.generation,
+            self.launched_at_s,
+            steps,
+            self.steps_seen,
+            self.world_base,
+            stays=self.stay >= self.seats.keys(),
+            stayed=self.stayers,
+            replaced=self.replaced,
+            as_they_are=self.as_they_are,
+            anew=self.anew,
+            healthy=len(fit) >= self.settings.min_nodes,
+        )
 
     def _judge(self, now_s: float, first: Cause) -> list[Action]:
         """Set a node aside that keeps failing, if the job can do without it."""
@@ -248,7 +265,11 @@ class Breaking(Forming):
 
     def _close_incident(self, now_s: float, failed_again_at_s: float | None = None) -> list[Action]:
         closed = self.account.close(failed_again_at_s)
-        return [] if closed is None else self._broadcast(protocol.Closed(closed, now_s))
+        if closed is None:
+            return []
+        if not self.members:
+            self.unheard.append(closed)
+        return self._broadcast(protocol.Closed(closed, now_s))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

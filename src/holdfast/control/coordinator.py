@@ -77,7 +77,7 @@ class Coordinator(Breaking):
 
     def handle(self, now_s: float, event: Event) -> list[Action]:
         if self.phase is Phase.OVER:
-            return self._after_the_end(event)
+            return self._after_the_end(now_s, event)
         match event:
             case From(node=node, message=message):
                 return self._write_ahead(now_s, self._from(now_s, node, message))
@@ -366,9 +366,10 @@ class Coordinator(Breaking):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _after_the_end(self, event: Event) -> list[Action]:
+    def _after_the_end(self, now_s: float, event: Event) -> list[Action]:
         if isinstance(event, From) and isinstance(event.message, protocol.Hello) and self.over is not None:
-            return [Send(event.node, self.over)]
+            unheard, self.unheard = self.unheard, []
+            return [*(Send(event.node, protocol.Closed(each, now_s)) for each in unheard), Send(event.node, self.over)]
         return []
 
     # -- what is known ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from holdfast.control import protocol, texts
 from holdfast.control.account import Account
 from holdfast.control.causes import Cause
 from holdfast.control.hangs import NO_GAPS
+from holdfast.control.incidents import Incident
 from holdfast.control.membership import Budget, Member, Policy, Record, Seat, Settings, choose, seat, shares, target
 from holdfast.control.orders import Action, Send, Timer, Write
 from holdfast.control.quarantine import Quarantine
@@ -82,10 +83,13 @@ class Forming:
         self.groups: list[Group] = []  # what the ranks of a hung world were doing
         self.world_base = 0  # the steps that an optimizer had done before this world
         self.stayers = 0  # ranks of it that have left it, and stay
+        self.as_they_are = False  # in a world of the same size only
+        self.replaced = 0  # ranks that could have, and did not get out
         self.anew = ""  # why they do not, if they could
         self.gaps_s = NO_GAPS
         self.trained = False
         self.learned = record.learned if record and not record.over else ""
+        self.unheard: list[Incident] = []  # closed while no node was here to be told
         self.missing: list[str] = []  # names of nodes that were lost since the last world
 
     def _gather(self, now_s: float) -> list[Action]:
@@ -171,7 +175,8 @@ class Forming:
         self.unconfirmed, self.done = set(self.seats), set()
         self.stay = set()
         self.heard_s = 0.0
-        self.world_steps = self.world_base = self.stayers = 0
+        self.world_steps = self.world_base = self.stayers = self.replaced = 0
+        self.as_they_are = False
         self.anew = ""
         self.stragglers.begin()
         self.steps_known = self.steps_seen = self.has_stepped = False
@@ -190,7 +195,8 @@ class Forming:
     def _grow_if_possible(self, now_s: float) -> list[Action]:
         settings = self.settings
         waiting = len(self.members) > len(self.seats)
-        if not waiting or self.absent or settings.static or settings.policy is Policy.MIN_HEALTHY:
+        goes_on = settings.policy is Policy.MIN_HEALTHY and not self.stay >= self.seats.keys()
+        if not waiting or self.absent or settings.static or goes_on:
             return self._stand_by() if waiting else []
         if len(self.undone) < len(self.seats):
             return self._stand_by()  # it is about to end
@@ -237,6 +243,12 @@ class Forming:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.epoch += 1
+
+    @property
+    def _stays(self) -> bool:
+        """Its ranks outlive it, as far as that is known. Some of them have outlived another one, and wait, until all
+        have stepped, for whoever is new."""
+        return self.stay >= self.seats.keys() or any(place.stays for place in self.seats.values())
 
     @property
     def _new_job_id(self) -> str:

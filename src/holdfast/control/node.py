@@ -55,12 +55,8 @@ from holdfast.control.causes import Cause, Kind, RankExit, signal_name
 from holdfast.control.hangs import Mode
 from holdfast.control.stacks import describe, trimmed
 from holdfast.control.standing import Phase
-from holdfast.control.staying import TRIES, Staying
+from holdfast.control.staying import ABANDON_S, ABANDON_WAITS, TRIES, Staying
 
-# How long after SIGKILL a process may take to go before the node ends without it. Only one in an uninterruptible
-# system call, state D, takes more than a moment, and it holds what a successor would need.
-ABANDON_S = 10.0
-ABANDON_WAITS = 5  # counted and not timed: a machine that slept has not waited
 # How long the stacks of a hung world may take to write. They take milliseconds; py-spy, where it is installed, seconds.
 DUMP_S = 5.0
 # C frames cost a second. A hang that was found sooner than this does not wait for them.
@@ -162,6 +158,8 @@ class Node(Staying):
             case protocol.Launch() if not self.welcomed:
                 return []  # meant for an earlier contact, by a coordinator that had not yet heard what we said in this
             case protocol.Launch(world=world) if world.generation > self.generation:
+                # There was a world without this node: what its ranks have may be behind what that one has committed.
+                self.outdated = self.outdated or world.generation > self.generation + 1
                 self.generation, self.restarts, self.job_id = world.generation, world.restart_count, world.job_id
                 self.pending, self.learned = world, event.learned or self.learned
                 if self.live:
@@ -201,8 +199,9 @@ class Node(Staying):
         self.exits, self.causes, self.failing, self.lost_steps = (), (), "", None
         self.hung, self.dumping, self.groups, self.request = False, False, (), None
         self.draining = False
+        outdated = self.outdated
         self._begin_world()
-        return [Run(world, self.learned)]
+        return [Run(world, self.learned, outdated)]
 
     def _told_to_stop(self, now_s: float, stop: protocol.Stop) -> list[Action]:
         generation = stop.generation
@@ -462,7 +461,7 @@ class Node(Staying):
         if timer.name == "leave":
             return self._kill_late()
         if timer.name == "grace":
-            return self._send_stop(signal.SIGKILL, f"still there {self.grace_s:g} s after being told to stop")
+            return self._grace_is_over()
         if timer.name == "abandon":
             self.waits += 1
             if self.waits < ABANDON_WAITS:
@@ -524,10 +523,8 @@ class Node(Staying):
         return self._send_stop(signum, why, drain)
 
     def _send_stop(self, signum: int, why: str, drain: bool = False) -> list[Action]:
-        assert self.world is not None
         if signum == signal.SIGKILL:
-            self.waits = 0
-            return [*self._send(signum, why), Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS)]
+            return self._kill(self.live, why)
         return self._stops(signum, why, drain)
 
     def _send(self, signum: int, why: str, drain: bool = False) -> list[Action]:

@@ -127,6 +127,8 @@ class Down(Message, frozen=True):
     stay: int = 0  # so many have
     stays: bool = False  # all could, when they were told to stop
     anew: str = ""  # why none has that could
+    replaced: int = 0  # so many could have, and did not get out
+    as_they_are: bool = False  # those that stay can be no others, in a world of no other size
 
 
 class Done(Message, frozen=True):

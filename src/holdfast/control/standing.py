@@ -68,8 +68,11 @@ class Standing:
         self.stays: frozenset[int] = frozenset()  # ranks of this world that can
         self.left: tuple[Left, ...] = ()  # those that have
         self.staying = False  # some have left the last world, and wait
+        self.outdated = False  # there was another one since
         self.all_stay = False  # all ranks of this world could, when they were told to stop
         self.anew = ""  # why those that could do so do not
+        self.replaced: frozenset[int] = frozenset()  # ranks that did not get out, and are killed
+        self.as_they_are = False  # some can, but in a world of the same size only
         self.standby = 0  # processes that have started, and wait
         self.causes: tuple[Cause, ...] = ()  # of ours, not of a rank
         self.failing = ""
@@ -87,6 +90,7 @@ class Standing:
         self.over: Finish | None = None  # how to finish once the ranks are gone
         self.fit = True
         self.waits = 0  # since SIGKILL
+        self.abandons = False  # who is not gone by then is given up
         self.opened = self.closed = (-1, 0)  # generation and number of the last incident that this node heard of
 
     # -- contact ------------------------------------------------------------------------------------------------------
@@ -170,6 +174,8 @@ class Standing:
             stay=len(self.left),
             stays=self.all_stay,
             anew=self.anew,
+            replaced=len(self.replaced),
+            as_they_are=self.as_they_are,
         )
 
     # -- what is known ------------------------------------------------------------------------------------------------

@@ -14,21 +14,29 @@ STUMBLE_S = 1.0
 TRIES = 2  # worlds of ranks that stayed, none of which came to a step; then all are started anew
 LEAST_S = 30.0  # such a world may take so long to its first step, or LONGER times what it takes to start anew
 LONGER = 3.0
+# How long after SIGKILL a process may take to go before the node ends without it. Only one in an uninterruptible
+# system call, state D, takes more than a moment, and it holds what a successor would need.
+ABANDON_S = 10.0
+ABANDON_WAITS = 5  # counted and not timed: a machine that slept has not waited
 
 
 class Staying(Standing):
     """What a node decides about them."""
 
     stayed = False  # some of this world's ranks were in an earlier one
+    leavers: frozenset[int] = frozenset()  # ranks of it that were told to leave it
+    hindered = ""  # why some cannot
     tries = 0
     stumbles: tuple[Cause, ...] = ()
     started_at_s = 0.0
     start_s = 0.0  # what it takes from there to the first step of all
 
     def _begin_world(self) -> None:
-        self.stayed, self.staying = self.staying, False
+        self.stayed, self.staying, self.outdated = self.staying and not self.outdated, False, False
         self.tries = self.tries + 1 if self.stayed else 0
         self.stays, self.left, self.stumbles, self.anew, self.all_stay = frozenset(), (), (), "", False
+        self.as_they_are = False
+        self.leavers, self.abandons, self.replaced, self.hindered = frozenset(), False, frozenset(), ""
 
     def _is_up(self, now_s: float, started: Started) -> list[Action]:
         """All ranks have a process."""
@@ -51,12 +59,16 @@ class Staying(Standing):
         """Those that can stay leave a world that is over, the others end. `drain`: at a boundary, all of them."""
         assert self.world is not None
         self.all_stay = self.all_stay or self.stays >= self.live
-        may_stay = self.over is None and self.stop_signal is None and not self.hung and self.tries < TRIES
-        leaves = self.live & self.stays if may_stay else frozenset()
+        if drain and self.stayed:
+            self.tries = max(0, self.tries - 1)  # nothing is wrong with this world, stepped or not
+        leaves = self.live & self.stays if self._may_stay and self.tries < TRIES else frozenset()
+        self.leavers |= leaves
         if self.hung and self.stays:
             self.anew = "who hangs cannot be told to leave"
         elif self.tries >= TRIES and self.stays:
             self.anew = f"ranks that stayed came to no step in {TRIES} worlds"
+        elif not leaves and self._may_stay:
+            self.anew = self.hindered
         actions: list[Action] = []
         if leaves:
             actions.append(Leave(tuple(sorted(leaves)), why, drain))
@@ -69,22 +81,52 @@ class Staying(Standing):
             actions.append(Timer("grace", self.world.generation, self.grace_s))
         return actions
 
+    @property
+    def _may_stay(self) -> bool:
+        return self.over is None and self.stop_signal is None and not self.hung
+
+    def _grace_is_over(self) -> list[Action]:
+        """Who ends is killed. Who stays is in a long step: it leaves without a boundary, and keeps its state."""
+        assert self.world is not None
+        leaves = self.live & self.leavers if self._may_stay else frozenset()
+        actions: list[Action] = []
+        if leaves and self.draining:
+            self.draining = False
+            why = f"no boundary came within {self.grace_s:g} s"
+            actions += [
+                Leave(tuple(sorted(leaves)), why),
+                Timer("leave", self.world.generation, LEAVE_S),
+            ]
+        return actions + self._kill(self.live - leaves, f"still there {self.grace_s:g} s after being told to stop")
+
     def _kill_late(self) -> list[Action]:
-        late = tuple(sorted(self.live & self.stays))
-        if not late:
-            return []
-        self.sent |= {signal.SIGKILL}
-        return [Signal(late, signal.SIGKILL, f"still in its world {LEAVE_S:g} s after being told to leave it")]
+        late = self.live & self.leavers
+        self.replaced |= late
+        return self._kill(late, f"still in its world {LEAVE_S:g} s after being told to leave it")
 
     def _bequeathed(self, event: Bequeathed) -> list[Action]:
         if event.rank not in self.live or self.phase is not Phase.STOPPING:
             return []
-        self.sent |= {signal.SIGKILL}
+        self.replaced |= {event.rank}
         why = "it cannot leave its world, and has left its state to whoever takes its place"
-        return [Signal((event.rank,), signal.SIGKILL, why)]
+        return self._kill(frozenset({event.rank}), why)
+
+    def _kill(self, ranks: frozenset[int], why: str) -> list[Action]:
+        """Whom that does not end is waited for, but not for ever."""
+        assert self.world is not None
+        if not ranks:
+            return []
+        self.sent |= {signal.SIGKILL}
+        waiting, self.abandons, self.waits = self.abandons, True, 0
+        killed: list[Action] = [Signal(tuple(sorted(ranks)), signal.SIGKILL, why)]
+        if not waiting:
+            killed.append(Timer("abandon", self.world.generation, ABANDON_S / ABANDON_WAITS))
+        return killed
 
     def _stays(self, event: Stays) -> None:
         self.stays -= {event.rank}
+        self.hindered = event.why or self.hindered
+        self.as_they_are = self.as_they_are or event.as_it_is
         if event.stays:
             self.stays |= {event.rank} & self.live
 
@@ -95,6 +137,8 @@ class Staying(Standing):
         self.live -= {event.rank}
         self.left += (event,)
         self.staying = True
+        if event.steps:
+            self.tries = 0  # that it has stepped may not have been heard of before its world was over
         return not self.live
 
     def _stumbled(self, event: Stumbled) -> list[Action]:

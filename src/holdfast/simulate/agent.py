@@ -13,11 +13,14 @@ from holdfast.control import acts, protocol
 from holdfast.control import node as machine
 from holdfast.control.causes import RankExit
 from holdfast.control.hangs import LATE_S, Hang, Mode, Watch
+from holdfast.control.staying import LEAST_S, LEAVE_S, TRIES
+from holdfast.control.worlds import World
 from holdfast.simulate import observed as seen
+from holdfast.simulate.invariants import NEARLY_S
 from holdfast.simulate.ledgers import Leader
 from holdfast.simulate.network import Wire
 from holdfast.simulate.processes import Host, Process
-from holdfast.simulate.ranks import Group
+from holdfast.simulate.ranks import Group, Held
 from holdfast.simulate.server import QUIET, Server
 from holdfast.wire.messages import Raised
 
@@ -49,6 +52,10 @@ class Agent(Process):
         self.groups: list[Group] = []
         self.contact_s = 0.0  # when it last found a coordinator, or heard of a shorter limit, in real time
         self.hangs_next = ""  # what a rank of its next world will not get through
+        self.fails_next = False  # a rank that is new in its next world fails at its start
+        self.stayers: dict[int, Held | None] = {}  # processes that have left their world, by local rank
+        self.will: Held | None = None
+        self._idle = 0  # worlds in a row that had some of those, and came to no step
         self.watch = Watch(sim.scenario.hang_rules)
         self._wake_s = math.inf  # when it looks at its ranks next
         alone = self.settings.alone
@@ -232,10 +239,10 @@ class Agent(Process):
                 self.after(after_s, self.feed, acts.TimerFired(name, key))
             case acts.Lease(until_s=until_s):
                 self.lease_until_s = until_s
-            case acts.Run(world=world):
+            case acts.Run(world=world, outdated=outdated):
                 self.timeline.note(self.node_id, action)
                 self.sim.checker.saw(self.timeline.now_s, seen.Ran(self.node_id, world, self.live_ranks()))
-                self.group = Group(self, world)
+                self.group = self._take_along(world, outdated)
                 self.group.hangs_at, self.hangs_next = self.hangs_next, ""
                 self._wake_s = math.inf
                 self.watch.begin(self.host.clock_s())
@@ -245,6 +252,7 @@ class Agent(Process):
             case acts.Signal(ranks=ranks, signum=signum, drain=drain):
                 self.timeline.note(self.node_id, action)
                 if self.group is not None:
+                    self._justify(self.group, ranks)
                     self.group.signal(ranks, signum, drain)
             case acts.Leave(ranks=ranks, boundary=boundary):
                 self.timeline.note(self.node_id, action)
@@ -276,6 +284,43 @@ class Agent(Process):
                     self.lose_local_contact()
             case acts.Finish():
                 self._finish(action)
+
+    # -- ranks that stay ----------------------------------------------------------------------------------------------
+
+    def _take_along(self, world: World, outdated: bool) -> Group:
+        """Processes of the last world, and what was left to this one."""
+        if (last := self.group) is not None and (not last.held or last.steps):
+            self._idle = 0
+        elif last is not None and not last.planned:
+            self._idle += 1
+        if outdated:
+            self.stayers, self.will = {}, None
+        held = {world.first_rank + local: has for local, has in self.stayers.items() if local < world.local_size}
+        group = Group(self, world, held, self.will)
+        self.stayers, self.will = {}, None
+        group.fails_at_start, self.fails_next = self.fails_next, False
+        return group
+
+    def _justify(self, group: Group, ranks: tuple[int, ...]) -> None:
+        """Tell the checker whom of those that could stay we end, and why."""
+        now_s, machine = self.host.clock_s(), self.machine
+        idle = bool(group.held) and not group.steps
+        for rank in ranks:
+            ends, why = rank in group.ending, ""
+            group.ending.add(rank)
+            if ends or rank not in group.alive or rank not in group.announced:
+                continue
+            if machine.over is not None or machine.stop_signal is not None:
+                why = "its node ends"
+            elif rank in group.willed:
+                why = "its state is left"
+            elif now_s - group.leave_s.get(rank, math.inf) > LEAVE_S - NEARLY_S:
+                why = "late"
+            elif idle and self._idle + (not group.planned) >= TRIES:
+                why = "tries"
+            elif idle and now_s - group.started_s > LEAST_S - NEARLY_S:
+                why = "no step"
+            self.sim.checker.saw(self.timeline.now_s, seen.Discarded(self.node_id, group.world.generation, rank, why))
 
     def _tell(self, message: Any) -> None:
         fields = message.__struct_fields__
@@ -366,7 +411,10 @@ class Agent(Process):
         self.feed(acts.Left(group.world.generation, rank, group.steps, base))
 
     def rank_bequeathed(self, group: Group, rank: int) -> None:
-        self.feed(acts.Bequeathed(group.world.generation, rank))
+        if group is self.group and rank in group.alive and (has := group.has(rank)) is not None:
+            self.will = has
+            group.willed.add(rank)
+            self.feed(acts.Bequeathed(group.world.generation, rank))
 
     def rank_gone(self, group: Group, rank: int) -> None:
         self.feed(acts.Gone(group.world.generation, rank))
@@ -388,6 +436,7 @@ class Agent(Process):
         steps = self.group.steps if self.group is not None and self.group.alive else None
         if self.group is not None:
             self.group.kill_all(silent=True)
+        self.stayers, self.will = {}, None
         self.feed(acts.HelpersLost("the zygote was killed", steps))
 
     def live_ranks(self) -> int:

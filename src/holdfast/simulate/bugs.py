@@ -458,6 +458,59 @@ def left_before_it_leaves() -> Any:
     return _instead(Group, "_leave_world", make)
 
 
+def killed_at_the_boundary() -> Any:
+    """Ranks that stay, and come to no boundary within the grace, are killed like those that end."""
+
+    def grace_is_over(self: Node) -> Any:
+        return self._kill(self.live, "still there")
+
+    return mock.patch.object(Node, "_grace_is_over", grace_is_over)
+
+
+def kept_from_the_first_step_on() -> Any:
+    """Ranks that wait for a new one, before the first step of their world, are ended when that dies."""
+
+    def make(real: Any) -> Any:
+        def stops(self: Node, signum: int, why: str, drain: bool = False) -> Any:
+            self.stays &= self.stepped
+            return real(self, signum, why, drain)
+
+        return stops
+
+    return _instead(Node, "_stops", make)
+
+
+def planned_ends_are_tries() -> Any:
+    """A world that ended as planned counts as one that came to no step."""
+
+    def make(real: Any) -> Any:
+        def stops(self: Node, signum: int, why: str, drain: bool = False) -> Any:
+            self.tries += drain and self.stayed
+            return real(self, signum, why, drain)
+
+        return stops
+
+    return _instead(Node, "_stops", make)
+
+
+def memory_ignored() -> Any:
+    """A world goes on from the last commit, whatever its ranks have done since."""
+    return mock.patch.object(Training, "_restore", lambda self, world: self.committed[1])
+
+
+def outdated_taken() -> Any:
+    """Processes that have missed worlds are ranks again, with what they had."""
+
+    def make(real: Any) -> Any:
+        def run_pending(self: Node) -> Any:
+            self.outdated = False
+            return real(self)
+
+        return run_pending
+
+    return _instead(Node, "_run_pending", make)
+
+
 def none() -> Any:
     """No bug at all."""
     return contextlib.nullcontext()
@@ -473,7 +526,8 @@ BUGS: dict[str, Bug] = {
         two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome, hang_ignored, dump_awaited, sleep_blamed,
         short_limit, waiting_blamed, exclusion_forgotten, excluded_until_its_next_agent, end_not_written,
         end_as_a_failure, progress_ignored, progress_not_seen, drained_though_killed, job_id_per_term,
-        quitter_excused, late_leaver_kept, stumble_forgotten, left_before_it_leaves,
+        quitter_excused, late_leaver_kept, stumble_forgotten, left_before_it_leaves, killed_at_the_boundary,
+        kept_from_the_first_step_on, planned_ends_are_tries, memory_ignored, outdated_taken,
     )
 }  # fmt: skip
 

@@ -50,6 +50,8 @@ class Faults:
             "peek": (0.3, self._peek),
             "join storm": (0.5, self._join_storm),
         }
+        if sim.scenario.program.stays:
+            self.kinds |= {"failed start": (2.0, self._failed_start)}
         if sim.etcd is not None:
             self.kinds |= {
                 "etcd leader change": (1.5, self._etcd_leader_change),
@@ -138,6 +140,18 @@ class Faults:
                 group.leave(rank, 3)
             case "backend":
                 group.raise_in(rank, "NCCL error", distributed=True)
+        return True
+
+    def _failed_start(self) -> bool:
+        """A rank dies, and the one that takes its place does before its first step, while the others wait for it."""
+        agents = [agent for agent in self.sim.agents if agent.group is not None and agent.group.endable]
+        if not agents:
+            return False
+        agent = self.random.choice(agents)
+        assert agent.group is not None
+        agent.fails_next = True
+        self._note(f"a new rank of {agent.node_id} will fail at its start")
+        agent.group.end(self.random.choice(list(agent.group.alive)), -signal.SIGKILL)
         return True
 
     def _come_back(self, host: Host) -> None:

@@ -13,6 +13,7 @@ from holdfast.control.quarantine import QUARANTINE_S
 from holdfast.control.worlds import World
 from holdfast.simulate.observed import (
     Committed,
+    Discarded,
     EndAsked,
     Ended,
     Event,
@@ -101,6 +102,7 @@ class Checker:
             Stepped: self._stepped,
             Committed: self._committed_,
             Restored: self._restored,
+            Discarded: self._discarded,
             IncidentOpened: self._opened,
             IncidentClosed: self._closed,
             SetAside: self._set_aside,
@@ -196,7 +198,8 @@ class Checker:
             return
         if before.world.job_id != plan.world.job_id:
             raise Violation("generations", f"generation {generation} is of another job than the one before")
-        if apart == 1 and is_ == was and ended is not None and ended.kind not in free:
+        among_themselves = ended is not None and settings.policy is Policy.MIN_HEALTHY and " stay" in ended.action
+        if apart == 1 and is_ == was and ended is not None and ended.kind not in free and not among_themselves:
             raise Violation("restarts", f"generation {generation} was not charged for: {ended.headline}")
 
     def _whole_world(self, plan: Plan) -> None:
@@ -255,6 +258,14 @@ class Checker:
         if event.step < self._committed:
             text = f"generation {event.generation} begins at step {event.step}; {self._committed} was committed"
             raise Violation("checkpoints", text)
+        if event.step < event.held:
+            text = f"generation {event.generation} begins at step {event.step}; a rank of it had done {event.held}"
+            raise Violation("staying", text)
+
+    def _discarded(self, at_s: float, event: Discarded) -> None:
+        if not event.why and event.generation not in self._silent:
+            who = f"rank {event.rank} of generation {event.generation} on {event.node}"
+            raise Violation("staying", f"{who} could stay, and is ended for no reason")
 
     # -- incidents ----------------------------------------------------------------------------------------------------
 

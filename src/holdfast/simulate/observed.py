@@ -52,6 +52,16 @@ class Committed(msgspec.Struct, frozen=True):
 class Restored(msgspec.Struct, frozen=True):
     generation: int
     step: int
+    held: int = 0  # by a rank of this world that was in an earlier one
+
+
+class Discarded(msgspec.Struct, frozen=True):
+    """A node ends a rank that could stay, and why that has to be, if it has."""
+
+    node: str
+    generation: int
+    rank: int
+    why: str
 
 
 class IncidentOpened(msgspec.Struct, frozen=True):
@@ -153,5 +163,5 @@ class Finished(msgspec.Struct, frozen=True):
 
 Event = (
     Launched | Stopped | Ran | Stepped | Committed | Restored | IncidentOpened | IncidentClosed | SetAside | TakenBack
-    | Left | Renewed | Hung | Quit | FoundHung | Excluded | EndAsked | Released | Ended | Finished
+    | Discarded | Left | Renewed | Hung | Quit | FoundHung | Excluded | EndAsked | Released | Ended | Finished
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast.control.hangs import ENDING, STARTING, STEPS_TO_LEARN, TRAINING, Mode, Vitals
@@ -18,17 +19,29 @@ if TYPE_CHECKING:
     from holdfast.simulate.simulation import Simulation
 
 
+Held = tuple[int, int]  # a state: the generation in which it was made, and its step
+
+
 class Group:
     """The ranks of one world on one node."""
 
-    def __init__(self, agent: Agent, world: World) -> None:
+    def __init__(self, agent: Agent, world: World, held: dict[int, Held | None], will: Held | None = None) -> None:
         self.agent = agent
         self.world = world
+        self.held = held  # ranks that were in an earlier world, and what they have of it
+        self.will = will  # what a rank that could not leave the last one had
         self.alive: dict[int, bool] = dict.fromkeys(range(world.first_rank, world.first_rank + world.local_size), True)
         self.stuck: dict[int, bool] = {}
         self.hung: dict[int, bool] = {}  # alive, and doing nothing
         self.hangs_at: str = ""  # what one of them will not get through: start, first step, or end
-        self.started = self.stays = False
+        self.announced: set[int] = set()  # ranks that can stay
+        self.fails_at_start = False  # a rank that is new does
+        self.leave_s: dict[int, float] = {}  # when those that are to leave at once were told so, on the host's clock
+        self.willed: set[int] = set()  # ranks that could not, and have left their state
+        self.planned = False  # all are to leave at a boundary
+        self.ending: set[int] = set()  # ranks that were told to end
+        self.started = False
+        self.started_s = math.inf  # on the host's clock
         self.phase = STARTING
         self.found_s = math.inf  # when it was first found to hang, in real time
         self.slept_s = agent.host.slept_s  # how long its machine had slept by then
@@ -60,16 +73,29 @@ class Group:
             self.hang(next(iter(self.alive), -1))
             return
         if self.whole and self.agent.alive:
-            self.started = True
+            if self.fails_at_start and (new := [rank for rank in self.alive if rank not in self.held]):
+                self.raise_in(new[0], "ValueError: at the start")
+                return
+            self.started, self.started_s = True, self.agent.host.clock_s()
             self._sign(STARTING)
             if self.hangs_at == "first step":
                 self.hang(next(iter(self.alive)))
             self.agent.post(self.agent.rank_started, self)
-            if self.agent.sim.scenario.program.stays:
-                self.stays = True
-                for rank in self.alive:
-                    self.agent.post(self.agent.rank_stays, self, rank)
+            self.announce(list(self.alive))
             self.agent.sim.training.started(self)
+
+    def announce(self, ranks: Iterable[int]) -> None:
+        """Who has a state, from an earlier world or because it has begun, is worth to be kept."""
+        for rank in ranks:
+            if self.agent.sim.scenario.program.stays and rank not in self.announced:
+                self.announced.add(rank)
+                self.agent.post(self.agent.rank_stays, self, rank)
+
+    def has(self, rank: int) -> Held | None:
+        """The state in its memory."""
+        if self.ensemble is not None and self.ensemble.base >= 0:
+            return self.world.generation, self.ensemble.base + self.steps
+        return self.held.get(rank)
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
@@ -140,11 +166,13 @@ class Group:
         """They stay, those that get out of what they are in."""
         timeline, program = self.agent.timeline, self.agent.sim.scenario.program
         if boundary:
+            self.planned = True
             self.asked.update(rank for rank in ranks if rank in self.alive)
             self.leaves |= self.asked
             self.agent.sim.training.asked(self)
             return
         for rank in ranks:
+            self.leave_s[rank] = self.agent.host.clock_s()
             if rank in self.alive and rank not in self.hung and not timeline.chance(program.deaf):
                 timeline.after(timeline.random.expovariate(10.0), self._leave_world, rank)
             elif timeline.chance(0.5):
@@ -158,6 +186,7 @@ class Group:
             self.agent.timeline.after(0.2, self._leave_world, rank)
             return
         del self.alive[rank]
+        self.agent.stayers[rank - self.world.first_rank] = self.has(rank)
         self.agent.post(self.agent.rank_left, self, rank)
         self.agent.sim.training.rank_ended(self, rank, -1)
 
@@ -235,7 +264,9 @@ class Training:
         self.steps = 0
         self.complete = False
         settings = sim.scenario.settings
-        self._needed = settings.min_nodes if settings.policy is Policy.MIN_HEALTHY else 0
+        # Ranks that stay need all others for a step, as those of DDP do; they have another world instead.
+        without = settings.policy is Policy.MIN_HEALTHY and not self.program.stays
+        self._needed = settings.min_nodes if without else 0
 
     def begin_another_job(self) -> None:
         """Under the same name, so with the checkpoints of the last one, but perhaps with its generations again."""
@@ -251,7 +282,9 @@ class Training:
             world = self.worlds[generation] = Ensemble(generation, group.world.group_size)
         group.ensemble = world
         world.groups.append(group)
-        self.timeline.after(self.program.start_s * self.timeline.random.uniform(0.5, 1.5), group.start)
+        group.announce(group.held)
+        start_s = self.program.start_s if len(group.held) < group.world.local_size else self.program.start_s / 10
+        self.timeline.after(start_s * self.timeline.random.uniform(0.5, 1.5), group.start)
 
     def started(self, group: Group) -> None:
         world = group.ensemble
@@ -265,7 +298,7 @@ class Training:
     def _give_up_waiting(self, world: Ensemble, group: Group) -> None:
         """The other nodes never came to the store."""
         if not world.began and group.whole and (awake := group.awake()):
-            group.raise_in(awake[0], "timed out waiting for clients", distributed=True)
+            self._breaks(group, awake[0], "timed out waiting for clients")
 
     def _step(self, world: Ensemble) -> None:
         groups = self._together(world) if self._needed else world.groups
@@ -314,8 +347,9 @@ class Training:
             return
         checker, now_s, program = self.sim.checker, self.timeline.now_s, self.program
         if world.base < 0:
-            world.base = self.committed[1]
-            checker.saw(now_s, seen.Restored(world.generation, world.base))
+            world.base = self._restore(world)
+            held = max(self._offers(world), default=(-1, 0))
+            checker.saw(now_s, seen.Restored(world.generation, world.base, held[1]))
         if program.fails_at >= 0 and world.steps >= program.fails_at:
             group = groups[-1]
             group.raise_in(next(iter(group.alive)), "KeyError: 'labels'")
@@ -336,6 +370,17 @@ class Training:
             checker.saw(now_s, seen.Committed(*self.committed))
         if step >= program.steps:
             self._complete(world, groups)
+
+    def _offers(self, world: Ensemble) -> list[Held]:
+        """What living ranks have in memory, and the wills of those that could not leave."""
+        alive = [group.held.get(rank) for group in world.groups for rank in group.alive]
+        new = [group for group in world.groups if any(rank not in group.held for rank in group.alive)]
+        return [held for held in (*alive, *(group.will for group in new)) if held is not None]
+
+    def _restore(self, world: Ensemble) -> int:
+        """The step that a world goes on from."""
+        offers = self._offers(world)
+        return max(offers)[1] if offers else self.committed[1]
 
     def _complete(self, world: Ensemble, groups: list[Group]) -> None:
         world.complete = self.complete = True
@@ -364,7 +409,8 @@ class Training:
         world.drained = True
         self.timeline.note("training", f"generation {world.generation} ends at a boundary")
         step = max(0, world.base) + world.steps
-        if world.steps and world.generation >= self.committed[0] and step > self.committed[1]:
+        ends = any(rank not in group.leaves for group in world.groups for rank in group.alive)  # else nothing is saved
+        if ends and world.steps and world.generation >= self.committed[0] and step > self.committed[1]:
             self.committed = (world.generation, step)
             self.sim.checker.saw(self.timeline.now_s, seen.Committed(*self.committed))
         for group in world.groups:
@@ -410,7 +456,7 @@ class Training:
 
     def _breaks(self, group: Group, rank: int, text: str) -> None:
         """A collective fails in a rank, which ends by that, or says so."""
-        if not group.stays:
+        if rank not in group.announced:
             group.raise_in(rank, text, distributed=True)
             return
         assert group.ensemble is not None

@@ -247,12 +247,13 @@ class Leaving(Message, frozen=True):
 
 class Stays(Message, frozen=True):
     """When its world is over, this rank can leave it and take part in the next one. `as_it_is`: as the same rank of as
-    many, and not otherwise. Without `stays` it cannot any more."""
+    many, and not otherwise. Without `stays` it cannot any more, and `why`."""
 
     rank: int
     generation: int
     as_it_is: bool = False
     stays: bool = True
+    why: str = ""
 
 
 class StandsBy(Message, frozen=True):
