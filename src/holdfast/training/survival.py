@@ -53,6 +53,7 @@ def begin(state: MutableMapping[str, Any], hooks: Hooks) -> Survival | None:
     if why and os.environ.get(STANDBY):
         groups.refuse_to_stand_by(f"cannot take a rank's place: {why}")
     if why:
+        here.report(messages.Stays(here.rank, here.generation, stays=False, why=why))
         if here.rank == 0:
             say(f"ranks do not outlive their worlds: {why}")
         return None
@@ -145,7 +146,7 @@ class Survival:
             return
         self._stays = False
         here = self._place
-        here.report(messages.Stays(here.rank, here.generation, stays=False))
+        here.report(messages.Stays(here.rank, here.generation, stays=False, why=why))
         if here.rank == 0:
             say(f"ranks do not outlive their worlds: {why}")
 
