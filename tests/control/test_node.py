@@ -62,6 +62,19 @@ def test_a_launch_runs_the_world_and_says_when_it_has_started_and_stepped() -> N
     assert told(story.hears(Stepped(0, 0, 1009.0))) == [protocol.Stepped(0, at_s=1010.0, now_s=story.now_s)]
 
 
+def test_it_trains_from_the_first_step_of_its_last_rank_until_its_world_is_over() -> None:
+    """What is made ready for the next world is so meanwhile, and not when others have been told of it already."""
+    story = idle()
+    story.launched()
+    story.hears(Started(0))
+    story.hears(Stepped(0, 0, 1.0))
+    assert not story.node.trains
+    story.hears(Stepped(1, 0, 1.0))
+    assert story.node.trains
+    story.hears(KeeperLost(0))
+    assert not story.node.trains
+
+
 def test_the_live_ranks_are_counted_from_the_nodes_first_rank() -> None:
     story = idle()
     story.launched(first_rank=6)

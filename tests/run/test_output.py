@@ -17,8 +17,8 @@ from harness import TRAINS, Job
 CHATTY = """
 import os, sys
 rank = os.environ["RANK"]
-print("out", rank, "apple", flush=True)
-print("err", rank, "orange", file=sys.stderr, flush=True)
+sys.stdout.write(f"out {rank} apple\\n")  # at once: of print's pieces, other ranks' may come between
+sys.stderr.write(f"err {rank} orange\\n")
 """
 
 

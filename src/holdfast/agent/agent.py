@@ -360,9 +360,10 @@ class Agent:
             self._helpers.request(messages.Park(self._node.hello.local_size + 1 if self._node is not None else 0))
 
     def _park(self) -> None:
-        """Once all ranks train, have the processes of a next world forked: its ranks, and its store keeper. That one
-        gets to work at once, but as a child of the zygote that stays."""
-        if self._node is not None and len(self._node.stepped) == self._node.hello.local_size:
+        """While all ranks train, have the processes of a next world forked: its ranks, and its store keeper. That one
+        gets to work at once, but as a child of the zygote that stays; and not when the world is over, and others have
+        been told of a port at which the next one's keeper will be."""
+        if self._node is not None and self._node.trains:
             if self._learned and not self._helpers.grows and self._stage is not None and self._link is not None:
                 self._stage.prepare_store(self._link.addr)
             self._helpers.request(messages.Park(self._node.hello.local_size + 1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import time
@@ -25,7 +27,8 @@ class Members:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True)
-        self._ports = [(_free_port(), _free_port()) for _ in range(MEMBERS)]
+        ports = _free_ports(2 * MEMBERS)
+        self._ports = list(zip(ports[::2], ports[1::2], strict=True))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -119,6 +122,13 @@ def _ask(port: int) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    """Below those that the kernel gives to whoever connects somewhere: until a member has it, nobody else takes one."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            port = random.randrange(12_000, 30_000)
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(port)
+    return found

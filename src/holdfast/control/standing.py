@@ -191,6 +191,11 @@ class Standing:
         return self.phase is Phase.RUNNING and self.world is not None and self.world.generation == generation
 
     @property
+    def trains(self) -> bool:
+        """All ranks have stepped, and the world is not over."""
+        return self.phase is Phase.RUNNING and self._all_stepped
+
+    @property
     def _all_stepped(self) -> bool:
         return self.world is not None and len(self.stepped) == self.world.local_size
 
