@@ -2,7 +2,7 @@
 
 `trains.py STEPS [FAULT ...]`, a fault being JSON: {"rank": 1, "step": 5, "how": "SIGKILL", "generations": [0]}.
 Step -1 is before the process group exists, step 0 before the first optimizer step. `how` is a signal's name,
-"raise", "exit N", "exit slowly N" (its sockets close a second before it is gone), "os._exit N", "deafen" (ignore
+"raise", "exit N", "exit slowly N" (its sockets close, and it is gone after its peers), "os._exit N", "deafen" (ignore
 SIGTERM and sleep) or "leave" (start a process that outlives us).
 HOLD, if given, is a file that keeps the job training for as long as it exists, beyond its steps.
 """
@@ -88,7 +88,22 @@ def close_and_wait() -> None:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") and is_tcp(fd):
                 os.close(fd)
-    time.sleep(1.0)
+    until_s = time.monotonic() + 30.0
+    while peers() and time.monotonic() < until_s:
+        time.sleep(0.01)
+
+
+def peers() -> list[int]:
+    """The other ranks of this world, here."""
+    from holdfast import linux
+
+    found = []
+    for pid in linux.children(os.getppid()):
+        with contextlib.suppress(OSError):
+            title = linux.read(f"/proc/{pid}/cmdline")
+            if pid != os.getpid() and "holdfast rank" in title and f"generation {GENERATION}]" in title:
+                found.append(pid)
+    return found
 
 
 def is_tcp(fd: int) -> bool:
