@@ -26,7 +26,8 @@ def begin_world() -> None:
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In which what is wrapped is noted, as in a rank."""
+    """In which what is wrapped is noted, as in a rank that has attached nothing yet."""
+    monkeypatch.setattr(groups, "_settled", False)
     monkeypatch.setattr(DistributedDataParallel, "__init__", groups._noted(DistributedDataParallel.__init__))
     begin_world()
     yield
