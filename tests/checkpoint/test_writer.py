@@ -369,7 +369,7 @@ def test_no_slot_is_written_by_two_at_once(monkeypatch: pytest.MonkeyPatch, url:
 
     outcome = Outcome(4, "step_00000004", 1, 0.1, True, True)
     monkeypatch.setattr(Reading, "write", lambda self, slot, step: work(f"save {slot}", (0, outcome)))
-    monkeypatch.setattr(Reading, "write_newest", lambda self, token, slots, ranks: work("persist", Persisted(token, 4)))
+    monkeypatch.setattr(Reading, "write_newest", lambda self, token, candidates: work("persist", Persisted(token, 4)))
     ours, theirs = channel.pair()
     ours.settimeout(WAIT_S)
     link: channel.Channel[FromWriter] = channel.Channel(ours, FromWriter)
@@ -398,6 +398,49 @@ def test_no_slot_is_written_by_two_at_once(monkeypatch: pytest.MonkeyPatch, url:
     assert not writer.is_alive()
     channel.close_all(fds)
     ours.close()
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["alone", "with another node"])
+def test_what_is_not_needed_is_free_for_the_next_world(
+    monkeypatch: pytest.MonkeyPatch, url: str, ranks: tuple[int, ...]
+) -> None:
+    """While the newest step is written. The one before it is needed where another node may not have the newest."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write_newest(self: Reading, token: int, candidates: object) -> Persisted:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return Persisted(token, 5)
+
+    monkeypatch.setattr(Reading, "write_newest", write_newest)
+    ours, theirs = channel.pair()
+    ours.settimeout(WAIT_S)
+    link: channel.Channel[FromWriter] = channel.Channel(ours, FromWriter)
+    fds = writing.make_slots(2)
+    writer = threading.Thread(target=Writer(theirs, os.getpid(), under_agent=True).run)
+    writer.start()
+    writing.hand_slots(link, fds)
+    for fd, step in zip(fds, (4, 5), strict=True):
+        fill(Slot(fd), a_snapshot(url, step, 0, ranks))
+    link.send(Persist(1, "w", 0, 1))
+    assert begun.wait(WAIT_S)
+    assert [others_may_fill(fd) for fd in fds] == [ranks == (0,), False]
+    go_on.set()
+    assert link.receive() == (Persisted(1, 5), [])
+    assert all(map(others_may_fill, fds))
+    link.send(Finish())
+    writer.join(WAIT_S)
+    assert not writer.is_alive()
+    channel.close_all(fds)
+    ours.close()
+
+
+def others_may_fill(fd: int) -> bool:
+    """Asked in another process: the lock is a process's."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if Slot(fd).lock() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_it_writes_what_was_asked_for_and_ends(control: Control, url: str) -> None:

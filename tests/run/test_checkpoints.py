@@ -63,9 +63,11 @@ def test_killed_ranks_lose_no_step(job: Job, undisturbed: dict[int, str]) -> Non
     assert job.run(SAVES, str(STEPS), *faults, max_restarts=5) == 0, job.err
     first, *later = restored(job.news.seen)
     assert first == (0, 0, "") and later[0] == (1, steps[0], "memory") and len(later) == 5
-    # While what the last world has left is being written there is no room for more; a slow disk can cost a step or two.
-    went_on = [step for _, step, name in later if name == "memory"]
-    assert len(went_on) == 5 and sorted(went_on) == went_on and all(map(int.__le__, went_on, steps))
+    # While what the last world has left is being written there is room for one, not two: who dies as the next takes its
+    # place goes on from the one before, in memory or as a checkpoint. Only with steps that are shorter than a write.
+    went_on = [step for _, step, _ in later]
+    assert sorted(went_on) == went_on and all(map(int.__le__, went_on, steps))
+    assert all(name == "memory" or (step in went_on[: n - 1] and name == f"step_{step:08d}") for n, step, name in later)
     assert digests(job.news.seen) == undisturbed
     saved = [event["step"] for event in job.events("checkpoint.persisted")]
     assert saved[-1] == went_on[-1] and set(saved) <= set(went_on)  # none that came too late: a newer one was there

@@ -89,13 +89,21 @@ class Reading:
 
         return snapshot.rank, persist.persist(self._storage(snapshot.url), snapshot, data)
 
-    def write_newest(self, token: int, slots: Sequence[int], ranks: range | None) -> Persisted:
-        """Of what is held, the newest step that is whole here. Where other nodes have to add theirs and have not, the
+    def choose(self, slots: Sequence[int], ranks: range | None) -> list[tuple[int, Held]]:
+        """What of it there is to write: the newest step that is whole here. Where other nodes have to add theirs, the
         one before it too: they may have died just before they had the newest."""
+        whole = self._whole(slots, ranks)
+        alone = ranks is not None and all(
+            set(snapshot.ranks) <= set(ranks) for _, parts in whole[:1] for snapshot, _ in parts.values()
+        )
+        return whole[:1] if alone else whole
+
+    def write_newest(self, token: int, candidates: Sequence[tuple[int, Held]]) -> Persisted:
+        """The first that becomes a checkpoint; none of those that are older than one that is there."""
         from holdfast.checkpoint import persist
 
         last = Persisted(token, None)
-        for step, parts in self._candidates(slots, ranks):
+        for step, parts in candidates:
             storage = self._storage(next(iter(parts.values()))[0].url)
             newest = persist.newest_step(storage)
             if newest is not None and newest >= step:
@@ -107,7 +115,7 @@ class Reading:
                 last = written
         return last
 
-    def _candidates(self, slots: Sequence[int], ranks: range | None) -> list[tuple[int, Held]]:
+    def _whole(self, slots: Sequence[int], ranks: range | None) -> list[tuple[int, Held]]:
         groups: dict[tuple[str, str, int, int], Held] = {}
         for slot in slots:
             if (loaded := self._load(slot)) is not None and not loaded[0].part:

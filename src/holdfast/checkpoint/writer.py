@@ -14,14 +14,14 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
 
 from holdfast import linux
 from holdfast.checkpoint.errors import CheckpointError
-from holdfast.checkpoint.reading import Reading
+from holdfast.checkpoint.reading import Held, Reading
 from holdfast.wire import channel
 from holdfast.wire.snapshots import Client, Finish, Persist, Persisted, Save, Saved, Slots, ToWriter
 
@@ -173,7 +173,7 @@ class Writer:
             if not waits and not (persist is None and saving):
                 self._persists.remove(asked)
                 self._persisting.update(slots)
-                self._write(self._persist, persist, slots)
+                self._write(self._choose, persist, slots)
 
     # -- what is written, each in a thread ----------------------------------------------------------------------------
 
@@ -211,22 +211,40 @@ class Writer:
             if listener.link.fileno() >= 0:
                 listener.tell(saved)
 
-    def _persist(self, persist: Persist | None, slots: list[int]) -> Done:
+    def _choose(self, persist: Persist | None, slots: list[int]) -> Done:
+        """The next world has room for its snapshots while the last one's is written: the rest is let go first."""
         token = persist.token if persist is not None else 0
         ranks = range(persist.first_rank, persist.first_rank + persist.local_size) if persist is not None else None
         try:
-            persisted = self._reading.write_newest(token, slots, ranks)
+            candidates = self._reading.choose(slots, ranks)
+        except Exception as failure:
+            failed = Persisted(token, None, False, text=_one_line(failure))
+            return lambda: self._persisted(slots, failed)
+        needed = [slot for _, parts in candidates for slot in parts]
+
+        def write() -> None:
+            self._let_go([slot for slot in slots if slot not in needed])
+            self._write(self._persist, token, needed, candidates)
+
+        return write
+
+    def _persist(self, token: int, slots: list[int], candidates: Sequence[tuple[int, Held]]) -> Done:
+        try:
+            persisted = self._reading.write_newest(token, candidates)
         except Exception as failure:
             persisted = Persisted(token, None, False, text=_one_line(failure))
         return lambda: self._persisted(slots, persisted)
 
     def _persisted(self, slots: list[int], persisted: Persisted) -> None:
-        self._persisting.difference_update(slots)
-        self._reading.release(slots)
+        self._let_go(slots)
         if self._orphaned:
             _say_last(persisted)
         elif self._control.link.fileno() >= 0:
             self._control.tell(persisted)
+
+    def _let_go(self, slots: list[int]) -> None:
+        self._persisting.difference_update(slots)
+        self._reading.release(slots)
 
     def _take_results(self) -> None:
         os.eventfd_read(self._wake)
