@@ -56,10 +56,9 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     found.wait()
 
 
-def port_of(listener: socket.socket | None) -> int:
-    assert listener is not None
-    with listener:
-        return int(listener.getsockname()[1])
+def is_open(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex((ADDR, port)) == 0
 
 
 def test_a_keeper_that_is_there_is_taken_with_its_port(
@@ -69,28 +68,73 @@ def test_a_keeper_that_is_there_is_taken_with_its_port(
     stores.prepare(ADDR)
     [asked] = helpers.asked
     assert asked.waits and asked.host == ADDR
-    stores.forked(asked.token, process.pid)
+    assert not stores.forked(asked.token, process.pid)
     assert stores.port(ADDR) == asked.port
-    listener, keeper = stores.take()
-    assert (port_of(listener), keeper) == (asked.port, process.pid)
+    assert stores.take() == process.pid
+    stores.keep(ADDR, asked.port)
+    assert helpers.asked == [asked], "it is kept already"
     assert process.poll() is None
-    assert stores.take() == (None, None), "each is for one world"
+    assert stores.take() is None, "each is for one world"
     stores.prepare(ADDR)
     assert helpers.asked[1].port != asked.port
 
 
-def test_one_that_has_not_said_that_it_is_there_is_not_waited_for(
+def test_one_that_was_asked_for_comes_to_the_world_that_has_begun(
     stores: Stores, helpers: Helpers, process: subprocess.Popen[bytes]
 ) -> None:
-    """Nobody knows whether it will come; two at one port would be two stores."""
+    """However late: a second one at its port would be a second store, and ranks would be spread over both."""
     stores.prepare(ADDR)
     [asked] = helpers.asked
+    assert stores.port(ADDR) == asked.port
+    assert stores.take() is None
+    stores.keep(ADDR, asked.port)
+    assert helpers.asked == [asked]
+    assert stores.forked(asked.token, process.pid)
+    assert not stores.forked(asked.token - 1, process.pid), "that is somebody else's"
+    assert process.poll() is None
+
+
+def test_one_that_was_asked_for_and_cannot_come_is_told(stores: Stores, helpers: Helpers) -> None:
+    stores.prepare(ADDR)
+    [asked] = helpers.asked
+    stores.take()
+    assert stores.not_forked(asked.token)
+    assert not is_open(asked.port)
+
+
+def test_where_nobody_was_asked_the_world_asks(
+    stores: Stores, helpers: Helpers, process: subprocess.Popen[bytes]
+) -> None:
     port = stores.port(ADDR)
-    assert port != asked.port
-    stores.forked(asked.token, process.pid)
+    assert stores.take() is None
+    assert is_open(port)
+    stores.keep(ADDR, port)
+    stores.keep(ADDR, port)
+    [asked] = helpers.asked
+    assert asked.port == port and not asked.waits
+    assert stores.forked(asked.token, process.pid)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["asked ahead", "asked by its world"])
+def test_one_that_comes_when_its_world_is_over_ends(
+    ahead: bool, stores: Stores, helpers: Helpers, process: subprocess.Popen[bytes]
+) -> None:
+    if ahead:
+        stores.prepare(ADDR)
+    port = stores.port(ADDR)
+    stores.take()
+    stores.keep(ADDR, port)
+    [asked] = helpers.asked
+    stores.retire(None, some_stay=True)
+    assert not stores.forked(asked.token, process.pid)
     assert process.wait(10) == -signal.SIGKILL
-    listener, keeper = stores.take()
-    assert (port_of(listener), keeper) == (port, None)
+
+
+def test_a_world_that_was_never_launched_leaves_no_port_open(stores: Stores) -> None:
+    port = stores.port(ADDR)
+    stores.take()
+    stores.retire(None, some_stay=False)
+    assert not is_open(port)
 
 
 @pytest.mark.parametrize("end", ["exited", "not forked", "with its zygote"])
@@ -105,8 +149,9 @@ def test_one_that_is_gone_leaves_the_port_to_another(
         stores.forked(asked.token, process.pid)
         stores.exited(process.pid) if end == "exited" else stores.clear()
     assert stores.port(ADDR) == asked.port
-    listener, keeper = stores.take()
-    assert (port_of(listener), keeper) == (asked.port, None)
+    assert stores.take() is None
+    stores.keep(ADDR, asked.port)
+    assert [each.port for each in helpers.asked] == [asked.port] * 2
 
 
 def test_a_port_that_was_asked_for_is_not_taken_ahead(loop: asyncio.AbstractEventLoop, helpers: Helpers) -> None:

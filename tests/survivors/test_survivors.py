@@ -392,6 +392,14 @@ def test_one_that_says_that_it_is_not_healthy_is_replaced(job: Job, undisturbed:
     assert "rank 2 is not healthy, by its own check, and ends" in job.err
 
 
+def test_a_hook_that_raises_ends_its_rank_and_no_other(job: Job, undisturbed: Any) -> None:
+    """As any error of the program's own."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], "--hooks", "--raises=2") == 0, job.err
+    check(job, undisturbed(), {1, 2})
+    assert "LookupError: the lock was not mine" in job.err
+    assert "could have gone on" not in job.err
+
+
 @pytest.mark.parametrize("at", ["forward", pytest.param("before step", marks=pytest.mark.long)])
 def test_shards(job: Job, undisturbed: Any, at: str) -> None:
     """What a dead rank had is in its last snapshot: after every second step here."""

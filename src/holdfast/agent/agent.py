@@ -327,6 +327,8 @@ class Agent:
                 self._stage.forked(token, pid)
             case messages.NotForked(token=token) if token < 0 and self._stage is not None:
                 self._stage.not_forked(token)
+                if self._world is not None:
+                    self._process_ended(self._world, None)
             case messages.Forked(token=token, pid=pid):
                 if self._world is not None and self._world.forked(token, pid):
                     self._started(self._world)
@@ -361,8 +363,7 @@ class Agent:
 
     def _park(self) -> None:
         """While all ranks train, have the processes of a next world forked: its ranks, and its store keeper. That one
-        gets to work at once, but as a child of the zygote that stays; and not when the world is over, and others have
-        been told of a port at which the next one's keeper will be."""
+        gets to work at once, but as a child of the zygote that stays."""
         if self._node is not None and self._node.trains:
             if self._learned and not self._helpers.grows and self._stage is not None and self._link is not None:
                 self._stage.prepare_store(self._link.addr)

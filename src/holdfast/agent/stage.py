@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -20,6 +18,7 @@ from holdfast.agent.options import Options
 from holdfast.agent.records import Records
 from holdfast.agent.standby import Standbys
 from holdfast.agent.stores import Stores
+from holdfast.agent.will import Will
 from holdfast.agent.world import RunningWorld, Stayer
 from holdfast.agent.zygotes import Zygotes
 from holdfast.control.worlds import World
@@ -74,14 +73,14 @@ class Stage:
         )
         self.world: RunningWorld | None = None
         self._beside = False  # new ranks need not wait for those that die
-        self._will = self._will_of = self._will_step = -1  # the file, whose generation's, and its step
+        self._will = Will()
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
 
     def run(self, world: World, learned: str, outdated: bool = False) -> None:
         """Start the ranks of a world, with the timeouts that earlier ones have agreed on."""
         self.clear()
         if outdated:
-            self._forget_will()
+            self._will.forget()
         for local_rank, stayer in list(self._stayers.items()):
             if outdated or stayer.only not in (None, (world.first_rank + local_rank, world.size)):
                 linux.signal_session(stayer.pid, signal.SIGKILL)
@@ -104,9 +103,10 @@ class Stage:
                 stayed=tuple(world.first_rank + local_rank for local_rank in sorted(self._stayers)),
             )
         )
+        keeps = world.group_rank == 0
         self.world = running = RunningWorld(
             world,
-            *(self._stores.take() if world.group_rank == 0 else (None, None)),
+            (lambda: self._stores.keep(world.master_addr, world.master_port)) if keeps else None,
             self._loop,
             self._helpers,
             self._oom,
@@ -117,6 +117,8 @@ class Stage:
             self._stayers,
         )
         self._stayers = {}
+        if keeps and (keeper := self._stores.take()) is not None:
+            running.kept(keeper)
         self._monitors.begin(running)
         if self._options.logs_plugin is None:
             self._start_ranks(running, {r: self._logs.place(world.generation, r) for r in range(world.local_size)})
@@ -139,23 +141,12 @@ class Stage:
         # Only the first world begins where the user says; the next ones go on from there.
         resume = self._options.resume if world.ordinal == 0 else ""
         stayed = "1" if world.stayed else ""
-        will = f"/proc/{os.getpid()}/fd/{self._will}" if self._will >= 0 else ""
-        return {DOORBELL: self._monitors.doorbell, RESUME: resume, STAYED: stayed, STANDBY: "", WILL: will}
+        return {DOORBELL: self._monitors.doorbell, RESUME: resume, STAYED: stayed, STANDBY: "", WILL: self._will.path}
 
     def keep_will(self, rank: int, fd: int, step: int) -> None:
-        """For the next world. Of several the newest is kept: two ranks of one world may be a step apart."""
-        if self._will >= 0 and step <= self._will_step:
-            return
+        """For the next world."""
         if self.world is not None and (pid := self.world.pids().get(rank)) is not None:
-            with contextlib.suppress(OSError):
-                found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-                self._forget_will()
-                self._will, self._will_of, self._will_step = found, self.world.world.generation, step
-
-    def _forget_will(self) -> None:
-        if self._will >= 0:
-            os.close(self._will)
-            self._will = -1
+            self._will.keep(pid, fd, self.world.world.generation, step)
 
     async def _start_ranks_as_planned(self, running: RunningWorld) -> None:
         try:
@@ -187,13 +178,11 @@ class Stage:
         """The world's ranks are gone; so goes the rest of it."""
         if self.world is not None:
             self._monitors.end()
-            if self._will_of != self.world.world.generation and self.world.steps():
-                self._forget_will()  # ranks have gone on from it, or from what is newer
+            self._will.world_over(self.world.world.generation, bool(self.world.steps()))
             self._beside = self.world.beside
-            keeper, stayers = self.world.keeper, self.world.close()
+            stayers = self.world.close()
             self._stayers |= stayers
-            if keeper is not None:
-                self._stores.retire(keeper, bool(stayers))
+            self._stores.retire(self.world.keeper, bool(stayers))
             self._plumbing.end_world()
             self.world = None
 
@@ -204,12 +193,14 @@ class Stage:
             self._standbys.fill(world, self._threads, self._own_env(world))
 
     def forked(self, token: int, pid: int) -> None:
-        """One that is of no world yet."""
-        self._stores.forked(token, pid)
+        """One that is no rank, or not yet."""
+        if self._stores.forked(token, pid) and self.world is not None and self.world.kept(pid):
+            self._on_up(self.world)
         self._standbys.forked(token, pid)
 
     def not_forked(self, token: int) -> None:
-        self._stores.not_forked(token)
+        if self._stores.not_forked(token) and self.world is not None:
+            self.world.lose_keeper()
         self._standbys.not_forked(token)
 
     def helpers_lost(self) -> None:
@@ -229,7 +220,7 @@ class Stage:
 
     def close(self) -> None:
         self._oom.close()
-        self._forget_will()
+        self._will.forget()
         self._standbys.clear()
         self._stores.close()
         for stayer in self._stayers.values():

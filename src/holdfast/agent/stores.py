@@ -17,7 +17,7 @@ OLD_S = 2.0  # a store outlives its world by that
 
 
 class Stores:
-    """One after the other. A keeper that was asked for and has not said that it is there counts for nothing."""
+    """One after the other: that of the world that runs here, and the next one's."""
 
     def __init__(
         self,
@@ -31,15 +31,13 @@ class Stores:
         self._listener = listener
         self._token: int | None = None
         self._pid: int | None = None
+        self._begun: socket.socket | None = None  # of the world that has begun, until somebody is asked to keep it
+        self._awaited: int | None = None  # who was asked, and is not there yet
         self._dropped: set[int] = set()  # tokens of keepers that nobody needs
         self._old: dict[int, asyncio.TimerHandle] = {}  # keepers of worlds that are over, and when they end
 
     def port(self, addr: str) -> int:
         """Of the store that a next world would have here. Bound ahead, so that it can be told."""
-        if self._token is not None and self._pid is None and self._listener is not None:
-            self._dropped.add(self._token)
-            self._listener.close()  # two of them must never answer at one port
-            self._listener = self._token = None
         if self._listener is None:
             self._listener = preflight.listen(addr, self._fixed)
         return int(self._listener.getsockname()[1])
@@ -53,18 +51,40 @@ class Stores:
         self._token = next(self._tokens)
         self._helpers.request(messages.ForkKeeper(self._token, addr, port, waits=True), [self._listener.fileno()])
 
-    def take(self) -> tuple[socket.socket | None, int | None]:
-        """For a world that begins: where its store is, and who keeps it, if anybody does so yet."""
-        if self._pid is not None:
-            linux.signal_all([self._pid], signal.SIGCONT)
-        taken = self._listener, self._pid
+    def take(self) -> int | None:
+        """A world begins whose store is here. Who keeps it, if anybody does so yet. One that was asked to will come,
+        and no other is asked: two of them must never answer at one port."""
+        self._begun, self._awaited, kept = self._listener, self._token, self._pid
         self._listener = self._token = self._pid = None
-        return taken
+        if self._awaited is not None:
+            self._let_go()
+        if kept is not None:
+            self._awaited = None
+            linux.signal_all([kept], signal.SIGCONT)
+        return kept
 
-    def retire(self, keeper: int, some_stay: bool) -> None:
+    def keep(self, addr: str, port: int) -> None:
+        """Have it kept, if nobody was asked to."""
+        if self._begun is not None:
+            self._awaited = next(self._tokens)
+            self._helpers.request(messages.ForkKeeper(self._awaited, addr, port), [self._begun.fileno()])
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._begun is not None:
+            self._begun.close()
+            self._begun = None
+
+    def retire(self, keeper: int | None, some_stay: bool) -> None:
         """Its world is over. Threads of ranks that stay may still wait there, or be about to connect: they hear that it
         is over while it is there, and torch's client would try for half an hour to reach one that is gone. A port that
         the next world is to have again is waited for; a killed keeper takes milliseconds to let go of it."""
+        self._let_go()
+        if self._awaited is not None:
+            self._dropped.add(self._awaited)
+            self._awaited = None
+        if keeper is None:
+            return
         if self._fixed or not some_stay:
             linux.end(keeper, wait_s=1.0 if self._fixed else 0.0)
         else:
@@ -76,17 +96,28 @@ class Stores:
 
     # -- what happens to the keeper -----------------------------------------------------------------------------------
 
-    def forked(self, token: int, pid: int) -> None:
+    def forked(self, token: int, pid: int) -> bool:
+        """Whether it keeps the store of the world that runs."""
         if token == self._token:
             self._pid = pid
         elif token in self._dropped:
             self._dropped.discard(token)
             linux.end(pid, wait_s=0.0)
+        elif token == self._awaited:
+            self._awaited = None
+            linux.signal_all([pid], signal.SIGCONT)
+            return True
+        return False
 
-    def not_forked(self, token: int) -> None:
+    def not_forked(self, token: int) -> bool:
+        """Whether nobody will keep the store of the world that runs."""
         self._dropped.discard(token)
         if token == self._token:
             self._token = None
+        if token != self._awaited:
+            return False
+        self._awaited = None
+        return True
 
     def exited(self, pid: int) -> None:
         """The port is open all the same."""
@@ -97,7 +128,7 @@ class Stores:
 
     def clear(self) -> None:
         """They are gone, with their zygote."""
-        self._token = self._pid = None
+        self._token = self._pid = self._awaited = None
         for timer in self._old.values():
             timer.cancel()
         self._old.clear()
@@ -108,5 +139,6 @@ class Stores:
             self._end(keeper)
         if self._pid is not None:
             linux.end(self._pid, wait_s=0.0)
+        self._let_go()
         if self._listener is not None:
             self._listener.close()

@@ -27,7 +27,6 @@ from holdfast.lifeline import Lifeline, look_at
 from holdfast.wire import channel, messages
 
 MAX_REPORT_BYTES = 200 * 1024
-KEEPER = -1  # in the place of a local rank
 
 
 def _queue_length() -> int:
@@ -55,13 +54,12 @@ class Stayer(NamedTuple):
 
 
 class RunningWorld:
-    """Owns everything that ends with its world. The store is kept where `listener` is, on the first of its nodes."""
+    """Owns everything that ends with its world."""
 
     def __init__(
         self,
         world: World,
-        listener: socket.socket | None,
-        keeper: int | None,  # who keeps the store there; None: nobody yet
+        keep_store: Callable[[], None] | None,  # None: another node does that
         loop: asyncio.AbstractEventLoop,
         helpers: Zygotes,
         oom: OomWatch,
@@ -78,10 +76,9 @@ class RunningWorld:
         self._on_report = on_report
         self._on_dying = on_dying
         self._watched: set[int] = set()  # local ranks
-        self._listener = listener
+        self._keep_store = keep_store or (lambda: None)
         self._beacon_fd, self.pages = pages.make(world.local_size, config)
         self._stacks: dict[int, int] = {}  # by local rank: where its stacks can be read when it is asked for them
-        self._processes = world.local_size + (listener is not None)
         self._stayers = dict(stayers or {})
         self._seats: dict[int, channel.Channel[messages.Report]] = {}
         self._left: set[int] = set()  # local ranks that stay
@@ -95,10 +92,12 @@ class RunningWorld:
         self._raised: dict[int, messages.Raised] = {}
         self._leaving: dict[int, messages.Leaving] = {}
         self._outputs: dict[int, RankOutput] = {}
-        self._pids: dict[int, int] = {} if keeper is None else {KEEPER: keeper}  # by local rank
+        self._pids: dict[int, int] = {}  # by local rank
         self._pending_signal: int | None = None
         self._gone: set[int] = set()
         self._cold = False
+        self._needs_keeper = keep_store is not None
+        self.keeper: int | None = None  # of the store, where that is here
         self.keeper_gone = False
         self._beside: list[bool] = []
         self.all_forked = asyncio.Event()
@@ -153,15 +152,6 @@ class RunningWorld:
         self._keep_store()
         self._report_end.close()
 
-    def _keep_store(self) -> None:
-        """If that is this node's to do, and not done yet."""
-        if self._listener is not None:
-            if KEEPER not in self._pids:
-                keeper = messages.ForkKeeper(self._token(KEEPER), self.world.master_addr, self.world.master_port)
-                self._helpers.request(keeper, [self._listener.fileno()])
-            self._listener.close()
-            self._listener = None
-
     def _seat(self, local_rank: int, place: messages.ForkWorker, fds: list[int], streams: list[int]) -> None:
         """Have a process be that rank: one that has stayed, or a new one."""
         if (stayer := self._stayers.get(local_rank)) is not None:
@@ -206,16 +196,14 @@ class RunningWorld:
     # -- what happens to the processes --------------------------------------------------------------------------------
 
     def _place(self, token: int) -> int | None:
-        """Whose token that is: a local rank's, the keeper's, or nobody's of this world."""
-        local_rank = token - self._token(KEEPER) + KEEPER
-        return local_rank if KEEPER <= local_rank < self.world.local_size else None
+        """Whose token that is: a local rank's, or nobody's of this world."""
+        local_rank = token - self._token(0)
+        return local_rank if 0 <= local_rank < self.world.local_size else None
 
     def not_forked(self, token: int, reason: str, at_s: float) -> RankExit | None:
-        """A rank that could not be started, or None: the keeper, without whom no rank can do anything."""
+        """A rank that could not be started."""
         local_rank = self._place(token)
-        if local_rank == KEEPER:
-            self.keeper_gone = True
-        if local_rank is None or local_rank == KEEPER:
+        if local_rank is None:
             return None
         return RankExit(self.world.first_rank + local_rank, 0, 1, at_s, not_started=reason)
 
@@ -225,18 +213,27 @@ class RunningWorld:
         if local_rank is None:
             return False
         self._pids[local_rank] = pid
-        if self._pending_signal is not None and local_rank != KEEPER:
+        if self._pending_signal is not None:
             linux.signal_session(pid, self._pending_signal)
         return self.is_up()
 
+    def kept(self, pid: int) -> bool:
+        """By that process; as above."""
+        self.keeper = pid
+        return self.is_up()
+
+    def lose_keeper(self) -> None:
+        """Without it no rank can do anything."""
+        self.keeper, self.keeper_gone = None, True
+
     def is_up(self) -> bool:
         """Whether all have a process."""
-        if len(self._pids) == self._processes:
+        if len(self._pids) == self.world.local_size and (self.keeper is not None or not self._needs_keeper):
             self.all_forked.set()
         return self.all_forked.is_set()
 
     def has(self, pid: int) -> bool:
-        return pid in self._pids.values()
+        return pid == self.keeper or pid in self._pids.values()
 
     def is_there(self, pid: int) -> bool:
         """Whether that is a rank, and has not ended."""
@@ -244,11 +241,10 @@ class RunningWorld:
 
     def exited(self, message: messages.Exited) -> RankExit | None:
         """The end of one of this world's ranks, with all that is known of it; None if it is none of them."""
+        if message.pid == self.keeper:
+            self.lose_keeper()
         local_rank = next((r for r, pid in self._pids.items() if pid == message.pid), None)
         if local_rank is None:
-            return None
-        if local_rank == KEEPER:
-            self.keeper_gone = True
             return None
         self._gone.add(local_rank)
         self._left.discard(local_rank)
@@ -303,7 +299,7 @@ class RunningWorld:
         return [
             dumps.Target(self.world.first_rank + slot, pid, -1 if self._cold else self._stacks[slot])
             for slot, pid in self._pids.items()
-            if slot != KEEPER and slot not in self._gone
+            if slot not in self._gone
         ]
 
     def steps(self) -> int | None:
@@ -311,19 +307,14 @@ class RunningWorld:
         return max((page.steps for page in self.pages if page.steps is not None), default=None)
 
     def pids(self) -> dict[int, int]:
-        return {self.world.first_rank + r: pid for r, pid in self._pids.items() if r != KEEPER}
+        return {self.world.first_rank + r: pid for r, pid in self._pids.items()}
 
     def local_rank_of(self, pid: int) -> int | None:
         """Whose process that is. A command's may be a shell that has started the program."""
-        ranks = {rank_pid: r for r, rank_pid in self._pids.items() if r != KEEPER}
+        ranks = {rank_pid: r for r, rank_pid in self._pids.items()}
         while self._cold and pid not in ranks and pid > 1:
             pid = linux.parent(pid)
         return ranks.get(pid)
-
-    @property
-    def keeper(self) -> int | None:
-        """Who keeps its store here."""
-        return None if self.keeper_gone else self._pids.get(KEEPER)
 
     def close(self) -> dict[int, Stayer]:
         """The ranks are gone, or stay: end the streams and the pages."""
@@ -331,8 +322,6 @@ class RunningWorld:
         self._loop.remove_reader(self._reports.fileno())
         self._reports.close()
         self._report_end.close()
-        if self._listener is not None:
-            self._listener.close()
         os.close(self._beacon_fd)
         channel.close_all(list(self._stacks.values()))
         stay = {local: self._stayer(local) for local in self._left}
@@ -371,7 +360,7 @@ class RunningWorld:
                 self._on_report(report)
 
     def _token(self, local_rank: int) -> int:
-        return self.world.generation * 1_000_000 + local_rank - KEEPER
+        return self.world.generation * 1_000_000 + local_rank
 
 
 def substitute(program: messages.Program, local_rank: int) -> messages.Program:

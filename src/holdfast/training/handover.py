@@ -85,17 +85,46 @@ def _decide(said: list[bytes]) -> bytes:
     return msgspec.json.encode(Decided(source, best, lack, near, desks, unfit))
 
 
+class Broadcast:
+    """From one rank to all. Those that have it take part, too: a collective is a matter of all ranks."""
+
+    def __init__(self, together: Together, source: int) -> None:
+        self._together, self._source = together, source
+
+    def tell(self, told: bytes) -> bytes:
+        return self._together.agree(told, lambda said: said[self._source])
+
+    def send(self, buffer: torch.Tensor) -> None:
+        dist.broadcast(buffer, self._source)
+
+
+class Alone:
+    """From one rank to one other, with nobody else."""
+
+    def __init__(self, together: Together, source: int, to: int) -> None:
+        self._together, self._source, self._to = together, source, to
+
+    def tell(self, told: bytes) -> bytes:
+        if self._together.rank == self._to:
+            return self._together.fetch("state")
+        self._together.post("state", told)
+        return told
+
+    def send(self, buffer: torch.Tensor) -> None:
+        if self._together.rank == self._to:
+            dist.recv(buffer, self._source)
+        else:
+            dist.send(buffer, self._to)
+
+
 def hand_over(
     together: Together, decided: Decided, state: Mapping[str, Any], changes: Callable[[], None] = lambda: None
 ) -> None:
     """All ranks come here. Those that lack the state have it afterwards; the others' is not touched. Before the first
     byte of it changes, `changes` is called."""
-    if not decided.lack:
-        return
     gives, takes = together.rank == decided.source, together.rank in decided.lack
-    # One alone gets it from one alone; with NCCL two ranks would need connections of their own for that.
-    alone = len(decided.lack) == 1 and not decided.near and "nccl" not in dist.get_backend()
-    if alone and not gives and not takes:
+    way = _way(together, decided)
+    if way is None:
         return
     tensors: dict[str, torch.Tensor] = {}
     told = b""
@@ -103,27 +132,43 @@ def hand_over(
         found = contents.collect(state)
         tensors = {key: tensor.detach() for key, tensor in found.tensors.items()}
         told = msgspec.json.encode(described(found, direct.give(tensors) if decided.near else None))
-    if not alone:
-        told = together.agree(told, lambda said: said[decided.source])
-    elif gives:
-        together.post("state", told)
-    else:
-        told = together.fetch("state")
-    theirs = msgspec.json.decode(told, type=Described)
+    theirs = msgspec.json.decode(way.tell(told), type=Described)
     finish = []
     if takes:
         placing = prepare(state, Peer(decided.best.step, theirs))
-        if theirs.given is not None:
-            changes()
         tensors, finish = {key: tensor.detach() for key, tensor in placing.targets.items()}, placing.finish
     if theirs.given is not None:
-        taken = not takes or direct.take(theirs.given, tensors)
-        if together.agree(b"1" if taken else b"0", min) == b"1":
-            rest = [each for each in theirs.tensors if each[0] not in theirs.given.pieces]
-            theirs = msgspec.structs.replace(theirs, tensors=rest)
-    _send(decided.source, decided.lack[0] if alone else None, theirs, tensors, gives, takes, changes)
+        theirs = _open_memory(together, theirs, theirs.given, tensors if takes else None, changes)
+    _send(way, theirs, tensors, gives, takes, changes)
     for each in finish:
         each()
+
+
+def _way(together: Together, decided: Decided) -> Broadcast | Alone | None:
+    """How it goes; None if it does not concern this rank. With NCCL two ranks would need connections of their own."""
+    if not decided.lack:
+        return None
+    if len(decided.lack) > 1 or decided.near or "nccl" in dist.get_backend():
+        return Broadcast(together, decided.source)
+    [to] = decided.lack
+    return Alone(together, decided.source, to) if together.rank in (decided.source, to) else None
+
+
+def _open_memory(
+    together: Together,
+    theirs: Described,
+    given: direct.Given,
+    targets: dict[str, torch.Tensor] | None,
+    changes: Callable[[], None],
+) -> Described:
+    """All ranks come here, those that take it with where it goes. Returns what is still to be sent: where one of them
+    cannot open the memory, all of it."""
+    if targets is not None:
+        changes()
+    taken = targets is None or direct.take(given, targets)
+    if together.agree(b"1" if taken else b"0", min) == b"0":
+        return theirs
+    return msgspec.structs.replace(theirs, tensors=[each for each in theirs.tensors if each[0] not in given.pieces])
 
 
 def from_rank_zero(together: Together, state: Mapping[str, Any]) -> None:
@@ -144,16 +189,14 @@ class Peer(Source):
 
 
 def _send(
-    source: int,
-    to: int | None,
+    way: Broadcast | Alone,
     described: Described,
     tensors: Mapping[str, torch.Tensor],
     gives: bool,
     takes: bool,
     changes: Callable[[], None],
 ) -> None:
-    """To one, or to all, in few pieces, each a buffer that is packed here and unpacked there. In the latter case those
-    that have it take part, too: a collective is a matter of all ranks."""
+    """In few pieces, each a buffer that is packed here and unpacked there."""
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
     with torch.no_grad():
         for chunk, size in chunks(described):
@@ -162,12 +205,7 @@ def _send(
             if gives:
                 for key, part in views.items():
                     part.copy_(tensors[key])
-            if to is None:
-                dist.broadcast(buffer, source)
-            elif gives:
-                dist.send(buffer, to)
-            else:
-                dist.recv(buffer, source)
+            way.send(buffer)
             if takes:
                 changes()
                 for key, part in views.items():

@@ -74,8 +74,9 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         if place.current() is here:
             reporter.raised(failure)
         errors.show(failure)
-        if place.current() is here and here.seat is not None and here.seat.over:
-            text = f"holdfast: its world was over: {here.seat.over}; in run.train() this rank could have gone on"
+        over = place.current() is here and here.seat is not None and here.seat.over
+        if over and errors.describe(failure).distributed:
+            text = f"holdfast: its world was over: {over}; in run.train() this rank could have gone on"
             print(text, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     finally:

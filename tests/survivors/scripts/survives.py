@@ -131,7 +131,7 @@ def sharded(model: nn.Sequential) -> nn.Module:
     return model
 
 
-def add_hooks(run: holdfast.Run, unhealthy: int) -> None:
+def add_hooks(run: holdfast.Run, unhealthy: int, raises: int) -> None:
     for moment, name in [("abort", "abort"), ("abort", "abort again"), ("aborted", "aborted"), ("rejoin", "rejoin")]:
         run.on(moment)(lambda name=name: say(run, hook=name, world=dist.is_initialized()))
 
@@ -139,6 +139,11 @@ def add_hooks(run: holdfast.Run, unhealthy: int) -> None:
     def healthy() -> bool:
         say(run, hook="health", world=dist.is_initialized())
         return run.rank != unhealthy
+
+    @run.on("aborted")
+    def lets_go() -> None:
+        if run.rank == raises:
+            raise LookupError("the lock was not mine")
 
 
 def main() -> nn.Module:
@@ -160,6 +165,7 @@ def main() -> nn.Module:
     parser.add_argument("--inner", action="store_true", help="attached is what is in DDP, not DDP")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
+    parser.add_argument("--raises", type=int, default=-1, help="the rank whose hook does")
     args = parser.parse_args()
     kills = Kills(args.kills)
     kills.at("import")
@@ -188,7 +194,7 @@ def main() -> nn.Module:
         model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills), **others
     )
     if args.hooks:
-        add_hooks(run, args.unhealthy)
+        add_hooks(run, args.unhealthy, args.raises)
     torch.manual_seed(run.rank)  # for dropout
     first.register_forward_hook(lambda *_: kills.at("forward"))
     if not args.fsdp:
