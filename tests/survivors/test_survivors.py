@@ -269,9 +269,19 @@ def test_outside_of_it_nobody_stays_and_that_is_said(job: Job, undisturbed: Any)
 
 @pytest.mark.long
 def test_a_collective_of_the_programs_own(job: Job, undisturbed: Any) -> None:
-    """With run.train it is begun again. Without, the rank ends, and a new process takes its place."""
+    """With run.train it is begun again."""
     assert run(job, [{"rank": 1, "step": 11, "at": "before step"}], "--own", "--train") == 0, job.err
     check(job, undisturbed("--own"), {1})
+
+
+def test_one_that_fails_outside_of_run_train_ends_its_rank_and_that_is_said(job: Job, undisturbed: Any) -> None:
+    """What it was to return is missing, and nobody knows what the program does with it."""
+    assert run(job, [{"rank": 1, "step": 11, "at": "before step"}], "--own") == 0, job.err
+    assert job.leftovers() == []
+    assert same(torch.load(job.folder / "weights.pt"), undisturbed("--own"), bits=False)
+    assert (
+        "its world was over: rank 1 failed: killed by SIGKILL; in run.train() this rank could have gone on" in job.err
+    )
 
 
 @pytest.mark.parametrize("flag", ["--stays=0", "--early"])
