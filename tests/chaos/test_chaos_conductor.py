@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.chaos import faults, plan
+from holdfast.chaos import campaign, faults, plan
 from holdfast.chaos.conductor import Conductor, Ended
 from holdfast.chaos.faults import Injected
+from holdfast.chaos.hands import Hands
 from holdfast.chaos.kinds import Answer
 from holdfast.chaos.network import NetworkError
 from holdfast.chaos.plan import Due, Fault, Plan
@@ -197,3 +199,25 @@ def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / faults.NAME).write_bytes(b'{"number":9,"kind":"ki\n')
     ended = Run(tmp_path, Fault("kill", at_s=1.0), steps=200).end()
     assert (ended.code, ended.passed_over, ended.unanswered) == (0, (), ())
+
+
+def test_a_process_that_is_gone_before_its_signal_was_not_struck(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is tried again, and counts once."""
+    [due] = plan.draw(Plan(fault=(Fault(kind="kill", at_s=1.0),)), seed=1)
+    hands: Any = Hands.__new__(Hands)
+    hands._folder, hands._job = tmp_path, Training(Clock(), 10)
+    hands._job.begin()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(Hands, "_pid_of", lambda self, rank: gone.pid)
+    with pytest.raises(ProcessLookupError):
+        hands.strike(due, 3, 99)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_is_told_in_a_line(tmp_path: Path) -> None:
+    planned = Plan(fault=(Fault(kind="kill", at_s=1.0),))
+    with pytest.raises(campaign.Failed, match=r"the campaign was ended: .*gone.*: No such file or directory; "):
+        campaign.run(tmp_path / "gone", __file__, planned, 1, ["train.py"], True, lambda text: None)

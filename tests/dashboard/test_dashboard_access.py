@@ -58,6 +58,7 @@ def test_everybody_on_this_machine_may_read_on_loopback(plain: Page) -> None:
     status, body = page.ask("/state")
     assert (status, json.loads(body)["head"]["run_id"]) == (200, "llama-small")
     assert page.ask("/state", Host=f"localhost:{page.port + 1}")[0] == 200, "through a tunnel"
+    assert page.ask("/state", Host=f"127.0.0.2:{page.port}")[0] == 200, "a number is no name that leads here"
     assert b"holdfast_" in page.ask("/metrics")[1]
 
 

@@ -59,7 +59,7 @@ def missing(planned: Plan) -> list[str]:
     if (ETCD in needs or planned.backend == "etcd") and shutil.which("etcd") is None:
         found.append("the program etcd")
     if any(KINDS[name].hand is Hand.LINK for name in plan.kinds_of(planned)):
-        found += [f"the program {name}" for name in ("ip", "bridge", "tc", "nsenter") if shutil.which(name) is None]
+        found += [f"the program {name}" for name in ("ip", "bridge", "nsenter") if shutil.which(name) is None]
     return found
 
 
@@ -76,10 +76,14 @@ def run(folder: Path, path: str, planned: Plan, seed: int, argv: Sequence[str], 
     """Raises Failed and Wrong."""
     if lacks := missing(planned):
         raise Failed(f"{path} needs {' and '.join(lacks)}; holdfast chaos kinds says what each kind needs")
-    shutil.copy(path, folder / "plan.toml")
     stop = Stop()
-    twins = _run_twin(folder, argv, planned.nodes, say, stop) if twin else None
-    ended = _run_job(folder, planned, seed, argv, say, stop)
+    try:
+        shutil.copy(path, folder / "plan.toml")
+        twins = _run_twin(folder, argv, planned.nodes, say, stop) if twin else None
+        ended = _run_job(folder, planned, seed, argv, say, stop)
+    except OSError as failure:
+        what = f"{failure.filename}: {failure.strerror}" if failure.filename else str(failure)
+        raise Failed(f"the campaign was ended: {what}; {folder} has what there is") from None
     if stop.asked:
         raise Failed(f"interrupted; the job was ended, and {folder} has what there is")
     if not (folder / "job" / LIVES).exists():

@@ -120,18 +120,19 @@ class Hands:
     def _process(self, due: Due, step: int) -> None:
         rank = due.struck(self._size)
         pid = self._pid_of(rank)
-        self._note(due, step, rank=rank, pid=pid)
-        os.kill(pid, SIGNALS[due.kind.name])
+        at_s, told = faults.now()
+        os.kill(pid, SIGNALS[due.kind.name])  # or it is gone: then there was no fault
+        self._note(due, step, at_s=at_s, time=told, rank=rank, pid=pid)
 
     def _writer(self, due: Due, step: int) -> Mend | None:
         pid = self._job.lead.writer
         if pid is None or not self._is_ours(pid):
             raise NotHere("nobody writes checkpoints")
-        self._note(due, step, pid=pid, for_s=due.for_s if due.kind.lasts else 0.0)
+        at_s, told = faults.now()
+        os.kill(pid, signal.SIGKILL if due.kind.name == "writer-loss" else signal.SIGSTOP)
+        self._note(due, step, at_s=at_s, time=told, pid=pid, for_s=due.for_s if due.kind.lasts else 0.0)
         if due.kind.name == "writer-loss":
-            os.kill(pid, signal.SIGKILL)
             return None
-        os.kill(pid, signal.SIGSTOP)
         return lambda: linux.signal_all([pid], signal.SIGCONT)
 
     def _full_disk(self, due: Due, step: int) -> Mend:

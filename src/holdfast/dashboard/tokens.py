@@ -16,7 +16,6 @@ NAME = "control-token"  # in the run directory
 LEAST_CHARS = 16
 MAX_CHARS = 512
 CONTROL_HEADER = "X-Holdfast-Control"
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Unusable(Exception):
@@ -87,7 +86,8 @@ class Access:
 
     def is_for_us(self, headers: Message) -> bool:
         """Without a token, a name that somebody points at 127.0.0.1 would let their page read ours."""
-        return self.reading is not None or _host(headers.get("Host", "")) in _LOCAL
+        host = _host(headers.get("Host", ""))
+        return self.reading is not None or host == "localhost" or is_loopback(host)
 
     def is_from_us(self, headers: Message) -> bool:
         """What acts must not come from another site's page. Programs that are no browsers name no origin."""
