@@ -15,6 +15,7 @@ from holdfast.chaos.verdict import Campaign, Verdict, Weights
 from holdfast.control.causes import Kind
 from holdfast.observe import record
 from holdfast.observe.record import What
+from report.written import taken_over
 
 CLOCK_S = 1000.0
 NODE = "here:1"
@@ -304,3 +305,9 @@ def test_percentiles_are_values_that_were_there() -> None:
     times = [float(number) for number in range(1, 101)]
     assert [verdict.percentile(times, part) for part in (0.5, 0.9, 0.99, 1.0)] == [50.0, 90.0, 99.0, 100.0]
     assert verdict.percentile([3.0], 0.5) == verdict.percentile([3.0], 0.99) == 3.0
+
+
+def test_what_was_before_a_record_began_is_counted_by_the_one_before_it() -> None:
+    """A coordinator that came back has the job's whole history; it trained for 4 s of the 10 s since."""
+    campaign = Campaign((Record(0, 0, taken_over().notes),), (), Ended(0, 0, 0, 10.0, CLOCK_S))
+    assert verdict.judge(campaign).goodput == pytest.approx(0.4)

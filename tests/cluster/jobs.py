@@ -108,3 +108,11 @@ class Job:
         done = self.cluster.call(at, command)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def report(self, i: int) -> Any:
+        """What `holdfast report` tells a program of node i's record."""
+        done = self.cluster.call(
+            i, [sys.executable, "-m", "holdfast", "report", "--json", str(self.cluster.run_dir(i))]
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)

@@ -105,9 +105,20 @@ def test_a_coordinator_that_trains_may_die_and_the_rest_goes_on_in_a_new_world(e
     grown = job.wait_generation(2, 0, 1, 2)
     assert {line[RESTARTS] for line in grown.values()} == {2}
     assert job.nodes()["count"] == 3
+    taker = coordinator(etcd, job)
+    assert taker in (1, 2)
     job.release()
     assert job.ends(0, 1, 2) == [0, 0, 0]
     assert [kind for _, _, kind, _ in job.causes(1)] == ["lost-node", "membership"]
+    found = job.report(taker)  # its record has been that of the job since, and tells of the time before as well
+    assert round(sum(found["phases_s"].values()), 6) == found["wall_s"]
+    assert [(world["generation"], world["trained_s"] is None) for world in found["worlds"]] == [
+        (0, False), (1, False), (2, False),
+    ]  # fmt: skip
+    assert [each["kind"] for each in found["incidents"]] == ["lost-node", "membership"]
+    names = [{name.rpartition(":")[0] for name in world["nodes"]} for world in found["worlds"]]
+    others = {job.cluster.addr(i) for i in (1, 2)}
+    assert names == [others, others, {job.cluster.addr(0), *others}], "of the lost one, nobody has the lines"
     assert job.causes(1) == job.causes(2)
     assert job.cluster.leftovers() == []
 

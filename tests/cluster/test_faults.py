@@ -150,21 +150,6 @@ def test_a_job_ends_well_without_its_coordinator(cluster: MakeCluster) -> None:
     assert trio.leftovers() == []
 
 
-def test_a_coordinator_that_trains_is_waited_for(cluster: MakeCluster, net: MakeNet) -> None:
-    pair = cluster(net(2))
-    job = Job(pair, nnodes="2")
-    job.start(0, 1)
-    job.wait_generation(0, 0, 1)
-    pair.kill_node(0)
-    job.start(0)
-    again = job.wait_generation(1, 0, 1)
-    assert {line[RESTARTS] for line in again.values()} == {1}
-    job.release()
-    assert job.ends(0, 1) == [0, 0]
-    assert job.causes(0) == job.causes(1) == [(1, 0, "lost-node", "restart 1 of 3")]
-    assert pair.leftovers() == []
-
-
 def test_the_store_keeper_and_then_all_of_its_node_may_die(cluster: MakeCluster) -> None:
     trio = cluster()
     job = Job(trio, nnodes="2:3", places={0: 2, 1: 0, 2: 1})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.observe import record
+from holdfast.observe import record, report
 from holdfast.observe.goodput import Goodput, Phase, divide
-from report.written import CLOCK_S, LEAD, Written, killed, spent
+from report.written import CLOCK_S, LEAD, Written, killed, moved, spent, taken_over
 
 
 def test_an_undisturbed_job_starts_trains_and_ends() -> None:
@@ -233,16 +233,30 @@ def test_incidents_are_those_of_the_leading_node() -> None:
     """Another node has the same one, on a clock of its own."""
     job = killed()
     theirs = [
-        msgspec.structs.replace(noted, node="n2:9", what=_moved(noted.what, 900.0))
+        msgspec.structs.replace(noted, node="n2:9", what=moved(noted.what, 900.0))
         for noted in job.notes
         if isinstance(noted.what, record.IncidentNoted)
     ]
     assert spent(divide([*job.notes, *theirs])) == spent(job.divided())
 
 
-def _moved(what: record.IncidentNoted, by_s: float) -> record.IncidentNoted:
-    times = {name: getattr(what, name) for name in what.__struct_fields__ if name.endswith("_at_s")}
-    return msgspec.structs.replace(what, **{name: at_s + by_s for name, at_s in times.items() if at_s is not None})
+def test_what_was_before_the_leading_node_came_is_as_others_have_it() -> None:
+    divided = taken_over().divided()
+    assert (divided.earlier_s, divided.wall_s) == (100.0, 110.0)
+    assert spent(divided) == {
+        Phase.FIRST_START: 5.0,
+        Phase.TRAINING: 35.0 + 52.0 + 4.0,
+        Phase.STOPPING: 0.5 + 1.0,
+        Phase.FORMING: 0.5 + 7.0,
+        Phase.STARTING: 2.0 + 2.0,
+        Phase.IDLE: 1.0,
+    }
+    assert [(cost.incident.number, cost.at_s, cost.lost_s) for cost in divided.costs] == [
+        (1, 40.0, 3.0),
+        (2, 95.0, 10.0),
+    ]
+    assert [world.launched_s for world in divided.worlds] == [2.0, 41.0, 103.0]
+    assert any("came when the job had run for a while" in caveat for caveat in report.caveats(divided))
 
 
 def test_the_leading_node_is_the_first_in_the_file_and_not_in_time() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.observe import record, trace
 from holdfast.observe.goodput import divide
-from report.written import Written, killed
+from report.written import OTHER, Written, killed, taken_over
 
 
 def traced(job: Written) -> list[dict[str, Any]]:
@@ -32,6 +32,14 @@ def test_the_wall_clock_is_one_row_without_a_gap() -> None:
     assert all(one["ts"] + one["dur"] == after["ts"] for one, after in pairwise(found))
     assert sum(each["dur"] for each in found) == 10_000_000
     assert {each["args"].get("incident") for each in found if each["name"] == "redone work"} == {1}
+
+
+def test_it_begins_with_the_job_also_where_the_record_does_not() -> None:
+    events = traced(taken_over())
+    wall = row(events, "job r1", "wall clock")
+    assert (wall[0]["ts"], sum(each["dur"] for each in wall)) == (0, 110_000_000)
+    assert [each["ts"] for each in row(events, "job r1", "incidents")] == [40_000_000, 95_000_000]
+    assert row(events, f"node {OTHER}", "rank 0")[0]["ts"] == 2_000_000
 
 
 def test_worlds_and_incidents_have_rows() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.control.causes import Kind
 from holdfast.observe import record
 from holdfast.observe.events import iso
@@ -11,6 +13,7 @@ from holdfast.observe.record import Noted, What
 CLOCK_S = 5_000.0  # what the leading node's monotonic clock showed at the start
 BEGAN_S = 1_800_000_000.0
 LEAD = "n1:7"
+OTHER, OTHERS_CLOCK_S = "n2:9", 700.0  # what its clock showed at the record's zero
 
 
 class Written:
@@ -115,3 +118,23 @@ def killed(*, base: int = -1) -> Written:
     job.incident(1, 0, 5.0, 5.1, launched_s=5.3, started_s=5.5, recovered_s=6.0, steps=30)
     job.world(1, 5.3, 5.5, 5.9, 6.0).progress(8.0, 1, 21, base)
     return job.progress(9.5, 1, 36, base).exits(9.5, 1).end(10.0)
+
+
+def taken_over() -> Written:
+    """The coordinator's node is lost five seconds before another takes its place, when the job has run for 95 s."""
+    job = Written().note(-100.0, record.JobStarted("r1", "b", 2, {}, 9, clock_s=OTHERS_CLOCK_S - 100.0), OTHER)
+    before = Written().world(0, -98.0, -97.0, -95.0, -95.0).progress(-61.0, 0, 30)
+    before.back(1, 0, failed_s=-60.0, stopped_s=-59.5, launched_s=-59.0, back_s=-57.0)
+    before.world(1, -59.0, -58.0, -57.0, -57.0)
+    for noted in before.notes[1:]:
+        what = noted.what
+        if isinstance(what, record.IncidentNoted):
+            what = moved(what, OTHERS_CLOCK_S - CLOCK_S)
+        job.note(noted.at_s, what, OTHER)
+    job.back(2, 1, failed_s=-5.0, stopped_s=-4.0, launched_s=3.0, back_s=5.0)
+    return job.world(2, 3.0, 4.0, 5.0, 5.0).exits(9.0, 2).end(10.0)
+
+
+def moved(what: record.IncidentNoted, by_s: float) -> record.IncidentNoted:
+    times = {name: getattr(what, name) for name in what.__struct_fields__ if name.endswith("_at_s")}
+    return msgspec.structs.replace(what, **{name: at_s + by_s for name, at_s in times.items() if at_s is not None})

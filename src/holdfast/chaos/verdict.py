@@ -16,7 +16,7 @@ from holdfast.chaos.conductor import ENDED, Ended
 from holdfast.chaos.faults import Injected
 from holdfast.chaos.invariants import Record
 from holdfast.chaos.kinds import KINDS, Answer
-from holdfast.observe import record
+from holdfast.observe import goodput, record
 from holdfast.observe.record import IncidentNoted
 
 WEIGHTS = "weights.json"
@@ -248,17 +248,15 @@ def _same_weights(weights: Weights | None) -> Check:
 
 
 def _goodput(campaign: Campaign) -> float | None:
-    """By the report's own division of the wall clock, where this version has one. Over several lives, the time between
-    them counts as lost."""
-    try:
-        from holdfast.observe import goodput
-    except ImportError:
-        return None
-    trained_s = 0.0
+    """By the report's own division of the wall clock. Over several lives, the time between them counts as lost."""
+    trained_us = 0
     for each in campaign.records:
         if each.node == 0:
-            trained_s += goodput.divide(each.notes).phases_s["training"]
-    return trained_s / campaign.ended.wall_s if campaign.ended.wall_s else None
+            divided = goodput.divide(each.notes)
+            zero_us = round(divided.earlier_s * 1e6)  # what was before is in the record before, too
+            trained = [span for span in divided.spans if span.phase is goodput.Phase.TRAINING]
+            trained_us += sum(max(0, span.until_us - max(zero_us, span.since_us)) for span in trained)
+    return trained_us / 1e6 / campaign.ended.wall_s if campaign.ended.wall_s else None
 
 
 def _kinds(matched: Sequence[Matched]) -> list[str]:

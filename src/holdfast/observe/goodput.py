@@ -7,17 +7,16 @@ microsecond has one colour in the end: nothing is left over, and nothing counts 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from itertools import pairwise
 
 import msgspec
 
 from holdfast.observe import record
+from holdfast.observe.heard import Job, Seen
 from holdfast.observe.record import IncidentNoted, Noted
-from holdfast.observe.state import State, fold
-
-_FAR_S = 1e9  # no job's clock gets there; a time beyond it is a broken line's
+from holdfast.observe.state import State
 
 
 class Phase(StrEnum):
@@ -75,6 +74,7 @@ class Goodput(msgspec.Struct, frozen=True):
     ended: record.JobEnded | None
     from_middle: bool  # the record's beginning is missing
     hidden: bool  # no steps can be seen in this program
+    earlier_s: float  # so long before the record's zero the job began; all times here count from there
     wall_s: float
     ratio: float  # of training to all
     phases_s: dict[str, float]  # all of them; they add up to `wall_s`
@@ -94,103 +94,7 @@ class Goodput(msgspec.Struct, frozen=True):
 
 def divide(notes: Iterable[Noted]) -> Goodput:
     """Of a whole record or any part of it: what is not in it counts as idle, or not at all."""
-    return _Division(_Job(list(notes))).goodput()
-
-
-# -- what the record has ----------------------------------------------------------------------------------------------
-
-
-class _Seen(msgspec.Struct):
-    """A world, as it was heard of. Moments are in microseconds of the record."""
-
-    generation: int
-    since_us: int
-    size: int = 0
-    nodes: list[str] = []
-    launched_us: int | None = None
-    started_us: int | None = None
-    firsts: dict[int, int] = {}
-    exits: dict[int, int] = {}
-    samples: list[tuple[int, int]] = []  # moment, and steps in this world
-    saving: dict[str, list[tuple[int, int]]] = {}  # of each node: moment, and what saves have taken so far
-    restored: list[tuple[bool, int, int]] = []  # on the leading node, how long it took, and when it was done
-    base: int = -1
-    steps: int = 0
-
-
-class _Job:
-    """The record, sorted by worlds. The node that writes it leads: it is the first in it, and the clock is its own."""
-
-    def __init__(self, notes: Sequence[Noted]) -> None:
-        self.state = fold(notes[:1])
-        self.from_middle = not self.state.nodes
-        self.lead = notes[0].node if notes else ""
-        times_us = [_us(noted.at_s) for noted in notes] or [0]
-        self.start_us = min(times_us) if self.from_middle else 0
-        self.end_us = max(self.start_us, *times_us)
-        self.ended: record.JobEnded | None = None
-        self.worlds: dict[int, _Seen] = {}
-        self.incidents: dict[int, IncidentNoted] = {}
-        self.hellos: list[int] = []
-        self.signalled_us: int | None = None
-        known_s = (_clock_s(noted) for noted in notes if noted.node == self.lead)
-        self._clock_s = self.state.clock_s or max(known_s, default=0.0)
-        for noted in sorted(notes, key=lambda noted: noted.at_s):
-            self._take(noted, _us(noted.at_s))
-
-    def at(self, monotonic_s: float) -> int:
-        """A moment of the leading node's clock."""
-        return _us(monotonic_s - self._clock_s)
-
-    def _take(self, noted: Noted, at_us: int) -> None:
-        match noted.what:
-            case record.NodeHello():
-                self.hellos.append(at_us)
-            case record.JobSignalled() if noted.node == self.lead and self.signalled_us is None:
-                self.signalled_us = at_us
-            case record.JobEnded() as ended if noted.node == self.lead:
-                self.ended, self.end_us = ended, max(self.start_us, at_us)
-            case record.WorldLaunched() as launched:
-                world = self._world(launched.generation, at_us)
-                world.size = launched.size
-                world.nodes.append(noted.node)
-                if world.launched_us is None or noted.node == self.lead:
-                    world.launched_us = at_us
-            case record.WorldStarted(generation=generation):
-                self._world(generation, at_us).started_us = at_us  # the last node's
-            case record.RankFirstStep(generation=generation, rank=rank):
-                self._world(generation, at_us).firsts.setdefault(rank, at_us)
-            case record.RankExited(generation=generation, rank=rank):
-                self._world(generation, at_us).exits[rank] = at_us
-            case record.CheckpointRestored() as restored:
-                world = self._world(restored.generation, at_us)
-                world.restored.append((noted.node == self.lead, _us(restored.seconds), at_us))
-                world.base = restored.step if world.base < 0 else world.base
-            case record.Progress() as progress:
-                world = self._world(progress.generation, at_us)
-                world.steps = max(world.steps, *progress.steps, 0)
-                world.base = progress.base if progress.base >= 0 else world.base
-                world.samples.append((at_us, world.steps))
-                world.saving.setdefault(noted.node, []).append((at_us, _us(progress.saving_s)))
-            case IncidentNoted() as incident if noted.node == self.lead:  # others have it on their own clocks
-                self.incidents[incident.number] = incident
-                world = self._world(incident.generation, self.at(incident.failed_at_s))
-                world.steps = max(world.steps, incident.steps or 0)
-
-    def _world(self, generation: int, at_us: int) -> _Seen:
-        return self.worlds.setdefault(generation, _Seen(generation, at_us))
-
-
-def _us(seconds: float) -> int:
-    return round(max(-_FAR_S, min(_FAR_S, seconds)) * 1e6)
-
-
-def _clock_s(noted: Noted) -> float:
-    """What the clock showed at the record's zero, at least: whatever an incident tells of was before it was told."""
-    if not isinstance(what := noted.what, IncidentNoted):
-        return 0.0
-    marks = (what.stopped_at_s, what.launched_at_s, what.started_at_s, what.recovered_at_s)
-    return max(mark for mark in marks if mark is not None) - noted.at_s
+    return _Division(Job(list(notes))).goodput()
 
 
 # -- painting ---------------------------------------------------------------------------------------------------------
@@ -226,7 +130,7 @@ class _Canvas:
 
 
 class _Division:
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._canvas = _Canvas(job.start_us, job.end_us)
         self._seen = [job.worlds[generation] for generation in sorted(job.worlds)]
@@ -265,6 +169,7 @@ class _Division:
             ended=job.ended,
             from_middle=job.from_middle,
             hidden=self._hidden,
+            earlier_s=job.earlier_us / 1e6,
             wall_s=wall_us / 1e6,
             ratio=sums[Phase.TRAINING] / wall_us if wall_us else 0.0,
             phases_s={phase.value: us / 1e6 for phase, us in sums.items()},
@@ -302,13 +207,13 @@ class _Division:
             before = stop
         return tuple(done)
 
-    def _launched(self, before: IncidentNoted, world: _Seen | None) -> int | None:
+    def _launched(self, before: IncidentNoted, world: Seen | None) -> int | None:
         """When the world after an incident was, if it was."""
         if before.launched_at_s is not None:
             return self._job.at(before.launched_at_s)
         return world.launched_us if world is not None else None
 
-    def _trains_from(self, world: _Seen, before: IncidentNoted | None) -> int | None:
+    def _trains_from(self, world: Seen, before: IncidentNoted | None) -> int | None:
         """When all of its ranks had stepped."""
         if before is not None and before.recovered_at_s is not None:
             return self._job.at(before.recovered_at_s)
@@ -320,7 +225,7 @@ class _Division:
             return world.samples[0][0]
         return world.started_us if self._hidden else None
 
-    def _ends(self, world: _Seen, stop: IncidentNoted | None, after: _Seen | None) -> int:
+    def _ends(self, world: Seen, stop: IncidentNoted | None, after: Seen | None) -> int:
         if stop is not None:
             return self._job.at(stop.failed_at_s)
         over = after is not None or self._job.ended is not None or len(world.exits) >= max(1, world.size)
@@ -333,7 +238,7 @@ class _Division:
         if self._job.hellos:
             self._canvas.paint(self._job.hellos[0], launched_us, Phase.WAITING)
 
-    def _paint_world(self, world: _Seen, trains_us: int | None, ends_us: int, redone: int, incident: int) -> None:
+    def _paint_world(self, world: Seen, trains_us: int | None, ends_us: int, redone: int, incident: int) -> None:
         paint, generation = self._canvas.paint, world.generation
         if trains_us is not None:
             paint(trains_us, ends_us, Phase.TRAINING, generation)
@@ -350,7 +255,7 @@ class _Division:
             paint(max(since_us, at_us - (saving_us - saved_us)), at_us, Phase.SAVING, generation)
             since_us, saved_us = max(since_us, at_us), saving_us
 
-    def _paint_stop(self, stop: IncidentNoted, after: _Seen | None) -> None:
+    def _paint_stop(self, stop: IncidentNoted, after: Seen | None) -> None:
         job, paint = self._job, self._canvas.paint
         failed_us = job.at(stop.failed_at_s)
         found_us = failed_us if stop.detected_at_s is None else max(failed_us, job.at(stop.detected_at_s))
@@ -366,7 +271,7 @@ class _Division:
         paint(stopped_us, until_us, Phase.FORMING, stop.generation, stop.number)
         paint(stopped_us, waited_us, Phase.WAITING, stop.generation, stop.number)
 
-    def _count_redone(self, world: _Seen, before: IncidentNoted | None) -> int | None:
+    def _count_redone(self, world: Seen, before: IncidentNoted | None) -> int | None:
         """Steps that a world before it had done already; None if nobody knows where it went on."""
         best, base = self._best, world.base
         if best is None or (base < 0 and best == 0):  # nothing was done before, as far as this record goes
@@ -381,7 +286,7 @@ class _Division:
         return redone if world.steps else 0
 
 
-def _reaches(world: _Seen, steps: int, trains_us: int, ends_us: int) -> int:
+def _reaches(world: Seen, steps: int, trains_us: int, ends_us: int) -> int:
     """When it had done so many steps, between two looks as if at an even pace. All did the first before it trained."""
     at_us, done = trains_us, 1
     for next_us, next_done in [*world.samples, (ends_us, world.steps)]:
@@ -392,7 +297,7 @@ def _reaches(world: _Seen, steps: int, trains_us: int, ends_us: int) -> int:
     return ends_us
 
 
-def _told(world: _Seen, trains_us: int | None, ends_us: int, redone: int | None) -> World:
+def _told(world: Seen, trains_us: int | None, ends_us: int, redone: int | None) -> World:
     launched_s = (world.since_us if world.launched_us is None else world.launched_us) / 1e6
     trained_s = trains_us / 1e6 if trains_us is not None and trains_us < ends_us else None
     who = (world.generation, world.size, tuple(dict.fromkeys(world.nodes)))

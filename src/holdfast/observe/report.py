@@ -104,6 +104,11 @@ def caveats(goodput: Goodput) -> list[str]:
         found.append("the record has no end: the job still runs, or was killed; this is up to its last line")
     if goodput.from_middle:
         found.append("the record's beginning is missing; this is what the rest of it says")
+    if goodput.earlier_s:
+        found.append(
+            "the node that has this record came when the job had run for a while; what was before is as the other "
+            "nodes have it, and what no node has is in the run directory of the coordinator that was lost"
+        )
     if goodput.hidden:
         found.append("no steps can be seen in this program: it counts as training while its processes are there")
     if goodput.unknown:

@@ -31,7 +31,7 @@ class _Life(msgspec.Struct):
 def encode(notes: Sequence[Noted], goodput: Goodput) -> bytes:
     return msgspec.json.encode(
         {
-            "traceEvents": [*_job(goodput), *_Nodes(notes).events],
+            "traceEvents": [*_job(goodput), *_Nodes(notes, goodput.earlier_s).events],
             "displayTimeUnit": "ms",
             "otherData": {"run_id": goodput.state.run_id, "started": goodput.state.started},
         }
@@ -71,7 +71,7 @@ _ROWS = {WALL: "wall clock", WORLDS: "worlds", INCIDENTS: "incidents"}
 class _Nodes:
     """Each node's own lines."""
 
-    def __init__(self, notes: Sequence[Noted]) -> None:
+    def __init__(self, notes: Sequence[Noted], earlier_s: float) -> None:
         self.events: list[dict[str, Any]] = []
         self._nodes: dict[str, int] = {}
         self._lives: dict[tuple[str, int], _Life] = {}
@@ -79,7 +79,7 @@ class _Nodes:
         self._saves = 0
         last_us = 0
         for noted in sorted(notes, key=lambda noted: noted.at_s):
-            last_us = max(last_us, at_us := round(noted.at_s * 1e6))
+            last_us = max(last_us, at_us := round((earlier_s + noted.at_s) * 1e6))
             self._take(noted, at_us)
         for node, rank in list(self._lives):
             self._end(node, rank, last_us, {})
