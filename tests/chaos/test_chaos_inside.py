@@ -8,26 +8,37 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from holdfast import linux
 from holdfast.chaos import faults
 from holdfast.chaos.faults import Order, Orders
 
+WAIT_S = 60.0
+OUTERMOST = 'File "<string>", line 1 in <module>\n'  # of a fork
 STEPS = """
-import sys
+import faulthandler, os, signal, sys
+faulthandler.register(signal.SIGUSR1, file=open(os.environ["DUMPS"], "w"), all_threads=False)
 from holdfast.chaos import inside
 inside.install()
 inside.install()
 import torch
+if meeting := os.environ.get("MEETING"):
+    torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=int(os.environ["RANK"]), world_size=2)
 weights = torch.nn.Parameter(torch.zeros(2))
 optimizer = getattr(torch.optim, sys.argv[1])([weights], lr=0.1)
 for step in range(6):
     weights.sum().backward()
     optimizer.step()
     print(step + 1, flush=True)
+if meeting:
+    open(os.environ["HELD"]).read()  # it stays a peer that is there
 """
 
 # As ranks are: forks of a process that has torch. Seven imports of it would take longer than all else here.
@@ -51,16 +62,61 @@ def be_rank(folder: str, optimizer: str, env: dict[str, str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def run(folder: Path, *orders: Order, rank: int = 0, generation: int = 0, optimizer: str = "Adam") -> Done:
+def start(
+    folder: Path,
+    *orders: Order,
+    rank: int = 0,
+    generation: int = 0,
+    optimizer: str = "Adam",
+    env: dict[str, str] | None = None,
+) -> Any:
     (folder / "done").mkdir(exist_ok=True)
     (folder / "steps.py").write_text(STEPS)
     path = str(folder / "orders.json")
     faults.write_orders(path, Orders(str(folder), 4, orders))
-    env = {"HOLDFAST_CHAOS": path, "RANK": str(rank), "HOLDFAST_GENERATION": str(generation), "WORLD_SIZE": "2"}
-    process = FORKS.Process(target=be_rank, args=(str(folder), optimizer, env))
+    own = {"HOLDFAST_CHAOS": path, "RANK": str(rank), "HOLDFAST_GENERATION": str(generation), "WORLD_SIZE": "2"}
+    own |= {"DUMPS": str(folder / "dumps"), **(env or {})}
+    process = FORKS.Process(target=be_rank, args=(str(folder), optimizer, own))
     process.start()
-    process.join(60)
+    return process
+
+
+def run(folder: Path, *orders: Order, **options: Any) -> Done:
+    process = start(folder, *orders, **options)
+    process.join(WAIT_S)
     return Done(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+@contextmanager
+def struck(folder: Path, order: Order, **options: Any) -> Iterator[Any]:
+    """A rank that has followed its order, and is killed in the end."""
+    process = start(folder, order, **options)
+    try:
+        wait_for(lambda: (folder / faults.NAME).exists(), process)
+        yield process
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+    assert process.exitcode == -signal.SIGKILL  # until then it was there
+    [noted] = faults.read(str(folder))
+    assert (noted.kind, noted.rank, noted.step, noted.pid) == (order.kind, order.rank, order.step, process.pid)
+    assert (folder / "out").read_text().split() == [str(step + 1) for step in range(order.step)]
+
+
+def wait_for(what: Callable[[], bool], process: Any) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not what():
+        assert process.is_alive() and time.monotonic() < until_s
+        process.join(0.01)
+
+
+def calls(folder: Path, process: Any) -> list[str]:
+    """The functions that its main thread is in, innermost first, by such a handler as `holdfast stacks` asks."""
+    dumps = folder / "dumps"
+    before = len(dumps.read_text())
+    os.kill(process.pid, signal.SIGUSR1)
+    wait_for(lambda: dumps.read_text()[before:].endswith(OUTERMOST), process)
+    return [line.rpartition(" in ")[2] for line in dumps.read_text()[before:].splitlines()[1:]]
 
 
 def test_a_rank_strikes_itself_at_the_step_and_once(tmp_path: Path) -> None:
@@ -91,6 +147,48 @@ def test_by_a_signal(kind: str, signum: int, tmp_path: Path) -> None:
 
 def test_out_of_memory_is_a_real_one(tmp_path: Path) -> None:
     assert run(tmp_path, Order(1, "out-of-memory", 0)).err.splitlines()[-1] == "MemoryError"
+
+
+@pytest.mark.parametrize("kind", ["hang", "hang-gil"])
+def test_a_hang_outlasts_signals_that_ask_where_it_is(kind: str, tmp_path: Path) -> None:
+    with struck(tmp_path, Order(1, kind, 0, step=2)) as process:
+        while calls(tmp_path, process)[0] != "_do":
+            pass  # it is about to
+        assert [calls(tmp_path, process)[0] for _ in range(5)] == ["_do"] * 5
+
+
+def test_a_wait_for_a_message_that_nobody_sends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "held")
+    env = {"MEETING": str(tmp_path / "meeting"), "HELD": str(tmp_path / "held")}
+    (tmp_path / "peer").mkdir()
+    peer = start(tmp_path / "peer", rank=0, env=env)
+    try:
+        with struck(tmp_path, Order(1, "hang-collective", 1, step=2), rank=1, env=env) as process:
+            while "recv" not in (there := calls(tmp_path, process)):
+                pass
+            assert "_wait_for_a_peer" in there
+    finally:
+        peer.kill()
+        peer.join(WAIT_S)
+
+
+def test_a_collective_needs_a_peer(tmp_path: Path) -> None:
+    done = run(tmp_path, Order(1, "hang-collective", 0))
+    assert done.err.splitlines()[-1] == "RuntimeError: hang-collective needs a process group of 2 or more ranks"
+
+
+def test_a_rank_that_is_stopped_is_there(tmp_path: Path) -> None:
+    with struck(tmp_path, Order(1, "stop", 0, step=2)) as process:
+        wait_for(lambda: linux.state(process.pid) == "T", process)
+
+
+def test_a_slow_rank_does_all_of_its_steps(tmp_path: Path) -> None:
+    """Each of the four that are left is followed by the delay."""
+    done = run(tmp_path, Order(1, "slow-rank", 0, step=2, for_s=60.0, delay_s=0.1))
+    [noted] = faults.read(str(tmp_path))
+    assert time.monotonic() - noted.at_s > 4 * 0.1
+    assert (noted.step, noted.for_s) == (2, 60.0)
+    assert (done.code, done.out.split()) == (0, ["1", "2", "3", "4", "5", "6"])
 
 
 def test_an_import_of_the_program_fails(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""What was done to the job: `faults.jsonl`, one line for each fault, written in the moment before it is done."""
+"""What was done to the job: `faults.jsonl`, one line for each fault, with the moment before it was done.
+
+What a rank does to itself it notes first, as it may not come to it afterwards. What is done from outside is noted when
+it has been done: a signal to a process that is gone, or a link that cannot be cut, is no fault.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class Etcd(Protocol):
 
 
 class Hands:
-    """Of one campaign. Each method notes the fault first, then does it, and returns how it is mended."""
+    """Of one campaign. Each method does a fault, notes it with the moment before it was done, and returns how it is
+    mended. What could not be done is no fault, so it raises and nothing is noted."""
 
     def __init__(
         self, folder: Path, job: Job, checkpoints: Path, links: Links | None = None, etcd: Etcd | None = None
@@ -112,83 +113,94 @@ class Hands:
             self.arm(due, rank)
             return
         # A program is imported when a world starts: one is made to.
-        pid = self._pid_of(rank)
+        pid, when = self._pid_of(rank), faults.now()
         self.arm(msgspec.structs.replace(due, generation=None), rank)
-        self._note(due, step, number=spare_number, kind="kill", rank=rank, pid=pid, text="so that a world starts")
-        linux.signal_all([pid], signal.SIGKILL)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            self.withdraw(due.number)
+            raise
+        self._note(due, step, when, number=spare_number, kind="kill", rank=rank, pid=pid, text="so that a world starts")
 
     def _process(self, due: Due, step: int) -> None:
         rank = due.struck(self._size)
         pid = self._pid_of(rank)
-        at_s, told = faults.now()
-        os.kill(pid, SIGNALS[due.kind.name])  # or it is gone: then there was no fault
-        self._note(due, step, at_s=at_s, time=told, rank=rank, pid=pid)
+        when = faults.now()
+        os.kill(pid, SIGNALS[due.kind.name])
+        self._note(due, step, when, rank=rank, pid=pid)
 
     def _writer(self, due: Due, step: int) -> Mend | None:
         pid = self._job.lead.writer
         if pid is None or not self._is_ours(pid):
             raise NotHere("nobody writes checkpoints")
-        at_s, told = faults.now()
+        when = faults.now()
         os.kill(pid, signal.SIGKILL if due.kind.name == "writer-loss" else signal.SIGSTOP)
-        self._note(due, step, at_s=at_s, time=told, pid=pid, for_s=due.for_s if due.kind.lasts else 0.0)
+        self._note(due, step, when, pid=pid, for_s=due.for_s if due.kind.lasts else 0.0)
         if due.kind.name == "writer-loss":
             return None
         return lambda: linux.signal_all([pid], signal.SIGCONT)
 
     def _full_disk(self, due: Due, step: int) -> Mend:
-        at_s, told = faults.now()
+        when = faults.now()
         text = disk.fill(self._checkpoints)
-        self._note(due, step, at_s=at_s, time=told, for_s=due.for_s, text=text)
+        self._note(due, step, when, for_s=due.for_s, text=text)
         return lambda: disk.free(self._checkpoints)
 
     def _loss(self, due: Due, step: int) -> None:
         if due.kind.name in ("node-loss", "coordinator-loss"):
-            node = self._node(due, first=1) if due.kind.name == "node-loss" else self._coordinator
-            self._note(due, step, node=node, pid=self._job.agents[node].process.pid)
-            self._job.agents[node].kill()
-            self._job.start_node(node)
+            self._lose_node(due, step)
             return
-        at_s, told = faults.now()
-        generation, life = self._generation, self._job.life
+        when, before = faults.now(), {"generation": self._generation, "life": self._job.life}
         if due.kind.name != "job-loss" and self._count_saved() < 2:
             raise NotHere(f"there are fewer than 2 checkpoints in {self._checkpoints}")
         self._job.kill()
-        noted = {"at_s": at_s, "time": told, "generation": generation, "life": life}
         try:
             if due.kind.name == "job-loss":
-                self._note(due, step, **noted)
+                self._note(due, step, when, **before)
             else:
                 done = disk.damage(self._checkpoints, due.kind.name, due.chance)
-                self._note(due, step, **noted, file=done.name, committed=done.step, text=f"{done.file}: {done.text}")
+                text = f"{done.file}: {done.text}"
+                self._note(due, step, when, **before, file=done.name, committed=done.step, text=text)
         finally:  # a job that was killed is started again, whether or not its files could be damaged
             self._job.begin()
             self.tell_ranks()
 
+    def _lose_node(self, due: Due, step: int) -> None:
+        node = self._node(due, first=1) if due.kind.name == "node-loss" else self._coordinator
+        agent, when = self._job.agents[node], faults.now()
+        if agent.code is not None:
+            raise NotHere(f"node {node} has ended")
+        agent.kill()
+        self._note(
+            due, step, when, node=node, pid=agent.process.pid
+        )  # by the record of its old life, if it is the first
+        self._job.start_node(node)
+
     def _link(self, due: Due, step: int) -> Mend:
         if self._links is None:
             raise NotHere("the nodes have no network of their own")
-        links, node = self._links, self._node(due, first=1)
-        self._note(due, step, node=node, for_s=due.for_s)
+        links, node, when = self._links, self._node(due, first=1), faults.now()
         if due.kind.name == "link-cut":
             links.cut(node)
         elif due.kind.name == "link-delay":
             links.delay(node, due.delay_s)
         else:
             links.lose(node, due.part)
+        self._note(due, step, when, node=node, for_s=due.for_s)
         return lambda: links.heal(node)
 
     def _leader(self, due: Due, step: int) -> Mend:
         if self._etcd is None:
             raise NotHere("the campaign has no etcd")
-        at_s, told = faults.now()
+        when = faults.now()
         text = self._etcd.kill_leader()
-        self._note(due, step, at_s=at_s, time=told, text=text)
+        self._note(due, step, when, text=text)
         return self._etcd.mend
 
     # -- what they need -----------------------------------------------------------------------------------------------
 
-    def _note(self, due: Due, step: int, **more: object) -> None:
-        at_s, told = faults.now()
+    def _note(self, due: Due, step: int, when: tuple[float, str], **more: object) -> None:
+        at_s, told = when
         plain: dict[str, object] = {
             "number": due.number, "kind": due.kind.name, "life": self._job.life, "generation": self._generation,
             "at_s": at_s, "time": told, "step": step,

@@ -132,7 +132,8 @@ class Inside:
                 while True:
                     time.sleep(FOREVER_S)
             case "hang-gil":
-                ctypes.PyDLL(None).sleep(FOREVER_S)
+                while True:  # a signal ends the sleep, that which asks for stacks too
+                    ctypes.PyDLL(None).sleep(FOREVER_S)
             case "hang-collective":
                 _wait_for_a_peer(self._rank)
 

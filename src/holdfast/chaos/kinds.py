@@ -63,7 +63,7 @@ _ALL = (
     Kind("exception", "an exception from the training loop", Hand.RANK, _INCIDENT, _ERROR, names_rank=True),
     Kind("crash-on-import", "a kill; then an import fails in the next world", Hand.RANK, _INCIDENT, _ERROR, True),
     Kind(
-        "out-of-memory", "an allocation that fails", Hand.RANK, _INCIDENT, frozenset({Cause.OUT_OF_MEMORY}),
+        "out-of-memory", "an allocation fails: MemoryError", Hand.RANK, _INCIDENT, frozenset({Cause.OUT_OF_MEMORY}),
         names_rank=True,
     ),
     Kind("slow-rank", "delay_s more for each step", Hand.RANK, _NOTHING, lasts=True, told="straggler.found"),
