@@ -65,25 +65,24 @@ def kinds_done(campaign: Path) -> list[str]:
     return [fault.kind for fault in faults.read(str(campaign))]
 
 
-@pytest.mark.long
 def test_a_campaign_comes_through_with_the_weights_of_its_twin(tmp_path: Path) -> None:
     named = '[[fault]]\nkind = "kill"\nrank = 1\nat_step = 10\n'
-    kinds = ("segfault", "exception", "crash-on-import", "hang")
-    code, campaign = run(tmp_path, named + every(*kinds), epochs=5)
+    kinds = ("exception", "hang", "bit-flip")
+    code, campaign = run(tmp_path, named + every(*kinds), epochs=8, heartbeat_s=3)
     assert code == 0, told(tmp_path)
     found = verdict.judge(verdict.load(campaign))
     assert found.held
     assert found.goodput is not None and 0 < found.goodput < 1
     done = {fault.number: fault for fault in faults.read(str(campaign))}
-    assert [done[number].kind for number in sorted(done)] == ["kill", *kinds, "kill"]  # the last, for the import
+    assert [done[number].kind for number in sorted(done)] == ["kill", *kinds]
     assert (done[1].rank, done[1].step, done[1].generation) == (1, 10, 0)
-    assert "everything held: 6 faults" in told(tmp_path)
+    assert "everything held: 4 faults" in told(tmp_path)
     assert msgspec.json.decode((campaign / "verdict.json").read_bytes(), type=verdict.Verdict) == found
     weights = msgspec.json.decode((campaign / "weights.json").read_bytes(), type=verdict.Weights)
     assert weights.job == weights.twin != ""
-    [run_dir] = (campaign / "job" / "logs" / "0").iterdir()
-    notes = [noted.what for noted in record.read(run_dir / record.NAME)]
-    assert sum(isinstance(what, record.FaultInjected) for what in notes) == 6
+    runs = (campaign / "job" / "logs" / "0").iterdir()  # of two lives
+    notes = [noted.what for run_dir in runs for noted in record.read(run_dir / record.NAME)]
+    assert sum(isinstance(what, record.FaultInjected) for what in notes) == 4
     judged_again(tmp_path, campaign, done[1])
 
 
@@ -98,6 +97,27 @@ def judged_again(folder: Path, campaign: Path, fault: Injected) -> None:
     done = subprocess.run([*judge, str(moved)], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1
     assert "fault 99 (kill) has no incident in generation 77" in done.stdout
+
+
+def test_a_campaign_whose_weights_are_others_and_whose_fault_never_came(tmp_path: Path) -> None:
+    """A program that says something else each time, and ends before it has stepped."""
+    (tmp_path / "plan.toml").write_text(every("kill"))
+    command = [sys.executable, "-m", "holdfast", "chaos", "run", "plan.toml", "--", "--no-python", "sh"]
+    command += ["-c", 'echo "final weights: $$"']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1, done.stderr
+    [campaign] = (tmp_path / "chaos").iterdir()
+    written = msgspec.json.decode((campaign / "verdict.json").read_bytes(), type=verdict.Verdict)
+    broken = {check.name: check.wrong for check in written.checks if not check.held}
+    assert not written.held and broken.keys() == {
+        "every fault of the plan was done",
+        "final weights are those of the undisturbed twin",
+    }
+    assert broken["every fault of the plan was done"] == ("kill: the job had ended",)
+    weights = msgspec.json.decode((campaign / "weights.json").read_bytes(), type=verdict.Weights)
+    assert weights.job != weights.twin
+    assert f"{weights.job} here, {weights.twin} there" in done.stdout
+    assert "not everything held: 0 faults" in done.stdout
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -144,6 +164,13 @@ def wait_a_moment(pid: int) -> None:
 
 
 # -- the other kinds: each needs seconds of its own -----------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_program_that_crashes_in_c_or_at_an_import(tmp_path: Path) -> None:
+    code, campaign = run(tmp_path, every("segfault", "crash-on-import"), epochs=5)
+    assert code == 0, told(tmp_path)
+    assert sorted(kinds_done(campaign)) == ["crash-on-import", "kill", "segfault"]  # a kill, for the import
 
 
 @pytest.mark.long
