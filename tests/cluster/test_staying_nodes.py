@@ -90,10 +90,11 @@ def test_with_min_healthy_a_rank_is_replaced_and_no_restart_counted(cluster: Mak
     assert pair.leftovers() == []
 
 
-def test_shards_are_saved_before_a_node_joins(cluster: MakeCluster) -> None:
-    """Of the world as it was, its ranks can be no others."""
+@pytest.mark.parametrize("flags", [("--fsdp",), ("--own", "--before")], ids=["shards", "groups"])
+def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster, flags: tuple[str, ...]) -> None:
+    """Of the world as it was: neither shards nor groups of the program's own fit one of another size."""
     pair = cluster()
-    job = training(pair, "1:2", more=("--fsdp", "--train"))
+    job = training(pair, "1:2", more=(*flags, "--train"))
     job.start(0)
     first = job.wait_generation(0, 0)[0]
     job.start(1)

@@ -47,15 +47,12 @@ for x in run.batches(loader, 4) if sys.argv[1] == "stream" else loader:
 """
 
 MESH = """
-import sys, torch, torch.distributed as dist, holdfast
+import torch, torch.distributed as dist, holdfast
 from torch.distributed.device_mesh import init_device_mesh
 dist.init_process_group("gloo")
 run = holdfast.init(save_epochs=0)
-if sys.argv[1] == "before":
-    init_device_mesh("cpu", (2, 1))
 run.attach(model=torch.nn.Linear(1, 1))
-if sys.argv[1] == "after":
-    init_device_mesh("cpu", (2, 1))
+init_device_mesh("cpu", (2, 1))
 """
 
 
@@ -303,14 +300,11 @@ def test_what_has_a_process_group_of_its_own_is_named(job: Job) -> None:
     assert job.err.count(said) == 1
 
 
-@pytest.mark.parametrize(
-    ("when", "said"), [("before", "called before run.attach()"), ("after", "called outside of run.train()")]
-)
-def test_a_mesh_of_the_programs_own_is_a_group_of_its_own(job: Job, when: str, said: str) -> None:
+def test_a_mesh_of_the_programs_own_is_a_group_of_its_own(job: Job) -> None:
     script = job.folder / "script.py"
     script.write_text(MESH)
-    assert job.run(script, when, nproc=2) == 0, job.err
-    assert job.err.count(f"ranks do not outlive their worlds: new_group() is {said}") == 1
+    assert job.run(script, nproc=2) == 0, job.err
+    assert job.err.count("ranks do not outlive their worlds: new_group() is called outside of run.train()") == 1
 
 
 @pytest.mark.parametrize(
@@ -370,7 +364,9 @@ def test_one_that_stood_by_and_was_killed_is_replaced(job: Job) -> None:
     assert job.incidents() == [] and job.leftovers() == []
 
 
-@pytest.mark.parametrize("flag", ["--stays=0", pytest.param("--early", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "flag", ["--before", *(pytest.param(flag, marks=pytest.mark.long) for flag in ("--stays=0", "--early"))]
+)
 def test_a_program_that_cannot_stand_by(job: Job, flag: str) -> None:
     """The job trains on without."""
     env = {"CHECKPOINT_DIR": str(job.folder / "saved")}

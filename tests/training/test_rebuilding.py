@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.training import rebuilding
-from holdfast.worker import groups
+from holdfast.worker import groups, handles
 
 
 def begin_world() -> None:
@@ -28,6 +28,7 @@ def begin_world() -> None:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In which what is wrapped is noted, as in a rank that has attached nothing yet."""
     monkeypatch.setattr(groups, "_settled", False)
+    monkeypatch.setattr(handles, "_calls", [])
     monkeypatch.setattr(DistributedDataParallel, "__init__", groups._noted(DistributedDataParallel.__init__))
     begin_world()
     yield
@@ -90,3 +91,23 @@ def test_a_hook_and_a_static_graph_are_there_in_the_next_world() -> None:
         dist.destroy_process_group()
         begin_world()
         rebuilding.renew([model])
+
+
+def test_wrapped_with_a_group_of_its_own() -> None:
+    own = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=own)
+    assert hinders(model).startswith(
+        "a DistributedDataParallel with a process group of its own cannot be given another"
+    )
+    assert handles.keep(dist.new_group, (), {}, own)
+    assert hinders(model) == ""
+
+
+def test_wrapped_for_a_part_of_the_ranks() -> None:
+    """Others have other weights, and would give them to a new rank."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    own = dist.new_group([0])
+    assert handles.keep(dist.new_group, ([0],), {}, own)
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=own)
+    assert hinders(model).startswith("a DistributedDataParallel of a part of the ranks has other weights")

@@ -115,6 +115,7 @@ class Checkpointer:
         self.restored_rank_state: Any = None  # what it had, if there were as many ranks then
         self._stops_when: Callable[[], bool] | None = None
         self.stays: Callable[[], None] | None = None  # instead of ending, where that is asked for
+        self.as_it_is = False  # those who stay do so only in a world of the same size
         self.told: Callable[[str], None] | None = None
         self._pid = os.getpid()
         here = place.current()
@@ -384,9 +385,9 @@ class Checkpointer:
 
     def _stop(self, step: int, epoch: int | None, metrics: Metrics | None) -> None:
         """All ranks are here, after the same step. If none of them ends, nothing is saved: they take it along. Shards
-        they cannot, into a world of another size."""
+        they cannot, into a world of another size, and neither can who cannot be in one."""
         ends = self.stays is None or (self._beacon is not None and self._beacon.drain_requested)
-        wants = b"2" if ends else b"1" if self._has_shards else b"0"
+        wants = b"2" if ends else b"1" if self.as_it_is or self._has_shards else b"0"
         if (wanted := self._together.agree(wants, max)) != b"0":
             why = "was asked to stop" if wanted == b"2" else "goes on in another world"
             self._save_and_end(step, epoch, metrics, ends, why)

@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.worker import groups
+from holdfast.worker import groups, handles
 
 
 def wrapped(modules: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:
@@ -44,6 +45,8 @@ def hinders(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
     known = set(map(id, _parts(modules)))
     if any(id(each) not in known for each in groups.wrappers()):
         return "a DistributedDataParallel that is not attached cannot be kept the same on all ranks; attach it, too"
+    if any(part.process_group.size() < dist.get_world_size() for part in wrapped(modules)):
+        return "a DistributedDataParallel of a part of the ranks has other weights than a new rank may get"
     if found := _has_own_group(modules, others):
         return f"{found} cannot be given another process group"
     return ""
@@ -55,7 +58,8 @@ def _has_own_group(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
         if getattr(value, "process_group", None) is not None:
             return f"a {type(value).__name__}, which has a process group,"
     for part in _parts(modules):
-        if isinstance(part, DistributedDataParallel) and part.process_group.group_name != default:
+        wraps = isinstance(part, DistributedDataParallel) and part.process_group.group_name != default
+        if wraps and not handles.is_kept(part.process_group):  # made by split_group, or with options
             return "a DistributedDataParallel with a process group of its own"
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             own = part.parameters(recurse=False)
@@ -78,7 +82,9 @@ def release(modules: Iterable[nn.Module]) -> None:
         for parameter in module.parameters():
             parameter.grad = None
     for part in wrapped(modules):
-        part.process_group = part.reducer = part.logger = None  # type: ignore[assignment]
+        part.reducer = part.logger = None  # type: ignore[assignment]
+        if not handles.is_kept(part.process_group):
+            part.process_group = None  # type: ignore[assignment]
 
 
 def renew(modules: Iterable[nn.Module]) -> None:
@@ -95,7 +101,8 @@ def renew(modules: Iterable[nn.Module]) -> None:
 
 
 def _renew_ddp(part: DistributedDataParallel) -> None:
-    part.process_group = c10d._get_default_group()
+    if part.process_group is None:
+        part.process_group = c10d._get_default_group()
     parameters, sparse = part._build_params_for_reducer()  # type: ignore[no-untyped-call]
     names = part._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
     part._ddp_init_helper(parameters, sparse, names, part.static_graph)  # type: ignore[no-untyped-call]

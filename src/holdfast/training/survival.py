@@ -26,7 +26,7 @@ from holdfast.training.beside import Beside
 from holdfast.training.marks import Mark
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
-from holdfast.worker import errors, groups, place
+from holdfast.worker import errors, groups, handles, place
 from holdfast.worker.beacon import STEPS
 from holdfast.worker.place import Place
 from holdfast.worker.saying import complain, say
@@ -132,7 +132,12 @@ class Survival:
         """From here on this rank is worth to be kept."""
         here = self._place
         if self._stays:
-            here.report(messages.Stays(here.rank, here.generation, rebuilding.is_sharded(self._modules)))
+            here.report(messages.Stays(here.rank, here.generation, self.as_it_is))
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether this process can be no other rank, and its world no other size."""
+        return rebuilding.is_sharded(self._modules) or handles.are_kept()
 
     def _own_group(self, called: str) -> None:
         """A group that the program has made for itself goes with its world. Who begins again makes another one."""

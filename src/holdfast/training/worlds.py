@@ -99,7 +99,7 @@ class Worlds:
         )  # fmt: skip
         checkpointer.stops_when(self._is_to_stop)
         if self.survival is not None:
-            checkpointer.stays = self.survival.leave_at_boundary
+            checkpointer.stays, checkpointer.as_it_is = self.survival.leave_at_boundary, self.survival.as_it_is
         checkpointer.rank_state = self._cursors.own_state
         checkpointer.told = self._accumulation.told
         if checkpointer.decided is not None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from holdfast import linux
 from holdfast.wire.snapshots import STANDBY, STAYED
+from holdfast.worker import handles
 
 SETTLE_S = 0.005
 STILL = 12  # looks, a quarter of a millisecond apart, between which nothing has moved
@@ -33,10 +34,10 @@ ESTABLISHED = 1  # as Linux has it in the first byte of tcp_info
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend",
-    "monitored_barrier", "new_group", "new_subgroups", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor",
     "scatter", "scatter_object_list", "send", "split_group",
 )  # fmt: skip
-GROUPS = ("new_group", "new_subgroups", "split_group")
+GROUPS = ("new_group", "split_group")
 
 
 class Made(NamedTuple):
@@ -53,6 +54,7 @@ _on_own_group: Callable[[str], None] | None = None
 _wanted: Made | None = None
 _level: int | None = None  # of those logs, while they are hushed
 _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+_backends = threading.Lock()  # a group is asked for what it consists of in C++, or is given something else
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 
 
@@ -60,6 +62,7 @@ def install() -> None:
     """Note the connections of all groups from now on."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
     if (make := getattr(c10d, "_new_process_group_helper", None)) is not None:
@@ -71,6 +74,7 @@ def install() -> None:
                 if getattr(module, name, None) is call:
                     setattr(module, name, watched)
     DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    DeviceMesh.__init__ = _keeping(DeviceMesh.__init__)  # type: ignore[method-assign]
     if os.environ.get(STANDBY):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -82,6 +86,8 @@ def _watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         global _early
+        if not _settled and name == "new_group":
+            return _make_own(call, args, kwargs)
         if not _settled:
             _early = _early or name
         elif name in GROUPS and _on_own_group is not None:
@@ -89,6 +95,40 @@ def _watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return called
+
+
+def _make_own(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A group that can be made again in each world, or else is a call like others."""
+    global _early
+    _refuse_to_stand_by_in("new_group()")
+    kept = False
+    try:
+        group = call(*args, **kwargs)
+        kept = handles.keep(call, args, kwargs, group)
+        return group
+    finally:
+        if not kept:
+            _early = _early or "new_group"
+
+
+def _refuse_to_stand_by_in(what: str) -> None:
+    if os.environ.get(STANDBY):
+        why = f"{what} is called before run.attach(), and who is in a group, and where, depends on the rank"
+        refuse_to_stand_by(f"cannot take a rank's place: {why}")
+
+
+def _keeping(init: Callable[..., None]) -> Callable[..., None]:
+    """Of a mesh, which may have the default group in it."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not _settled:
+            _refuse_to_stand_by_in("DeviceMesh()")
+        init(self, *args, **kwargs)
+        if not _settled:
+            handles.keep_default()
+
+    return __init__
 
 
 def on_own_group(call: Callable[[str], None]) -> None:
@@ -193,9 +233,10 @@ def abort(store: bool = False) -> None:
     thread."""
     from torch.distributed import distributed_c10d as c10d
 
-    for group in list(c10d._world.pg_names):
-        with contextlib.suppress(Exception):
-            group.abort()
+    with _backends:
+        for group in list(c10d._world.pg_names):
+            with contextlib.suppress(Exception):
+                group.abort()
     stores = os.environ.get("MASTER_PORT", "") if store else ""
     if stores:
         _hush(True)
@@ -278,12 +319,14 @@ def leave() -> None:
     last = list(c10d._world.pg_names)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+    with _backends:
+        last += handles.let_go(last)
     threading.Thread(target=last.clear, name="holdfast-groups", daemon=True).start()
     _sockets.clear()
 
 
 def join(as_before: Made) -> None:
-    """The group of the world that the environment names."""
+    """The group of the world that the environment names, and those that the program has made before `run.attach()`."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -292,3 +335,4 @@ def join(as_before: Made) -> None:
     c10d._world.group_count = 0
     _hush(False)
     dist.init_process_group(as_before.backend, timeout=as_before.timeout, device_id=as_before.device)
+    handles.make_again()

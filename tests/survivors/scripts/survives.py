@@ -157,6 +157,7 @@ def main() -> nn.Module:
     parser.add_argument("--train", action="store_true", help="by run.train")
     parser.add_argument("--own", action="store_true", help="a collective of its own in each step")
     parser.add_argument("--group", action="store_true", help="that is in a group of its own")
+    parser.add_argument("--before", action="store_true", help="and that was made before run.attach()")
     parser.add_argument("--early", action="store_true", help="a collective of its own before run.attach()")
     parser.add_argument("--per-rank", action="store_true")
     parser.add_argument("--exact", action="store_true")
@@ -173,6 +174,7 @@ def main() -> nn.Module:
     dist.init_process_group("gloo")
     if args.early:
         dist.barrier()
+    before = dist.new_group() if args.before else None
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, args.hidden)
     layers: list[nn.Module] = [Counts()] if args.buffers else []
@@ -203,7 +205,7 @@ def main() -> nn.Module:
     register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
 
     def train() -> None:
-        group = dist.new_group() if args.group else None
+        group = dist.new_group() if args.group else before
         for x, y, used in run.batches(dataset, 16, epochs=1, shuffle=False, per_rank=args.per_rank):
             kills.step = run.steps_done + 1
             if args.buffers:
