@@ -146,7 +146,7 @@ class Walk:
 
     def _pace(self) -> Queued:
         slow_s = self._random.choice([0.1, 0.5, 0.5])
-        return Paced(self._generation, Window(2, min(self._live), slow_s, 0.1, 0.1))
+        return Paced(self._generation, Window(2, ((min(self._live), slow_s),), 0.1, 0.1))
 
     def _hang(self) -> Queued:
         rank = self._random.choice(sorted(self._live))

@@ -41,7 +41,7 @@ TO_COORDINATOR: list[protocol.ToCoordinator] = [
     protocol.Learned('{"heartbeat": 3.5}'),
     protocol.Request(3, 9, "exclude-node", "ECC errors"),
     protocol.Recorded(12.5, 41, (b'{"v":1}\n',)),
-    protocol.Paced(3, Window(8, 5, 0.2, 0.1, 0.1, 0.01)),
+    protocol.Paced(3, Window(8, ((5, 0.2), (6, 0.15)), 0.1, 0.1, 0.01)),
     protocol.Peek(7),
     protocol.Shown("n1", 7, 2, "host-b", (GROUP,)),
     protocol.Look("host-b"),

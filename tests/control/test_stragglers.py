@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.control.stragglers import SECTION, STEP, WINDOWS, By, Found, Stragglers, Window, window
+from holdfast.control.stragglers import MOST, SECTION, STEP, WINDOWS, By, Found, Stragglers, Window, window
 
 
 def hear(stragglers: Stragglers, own_s: dict[str, dict[int, float]], times: int = 1, by: By = STEP) -> list[Found]:
@@ -21,8 +21,14 @@ def hear(stragglers: Stragglers, own_s: dict[str, dict[int, float]], times: int 
 
 def test_a_window_says_who_is_slowest_and_what_is_usual() -> None:
     assert window({}) is None and window({0: 0.0}) is None
-    assert window({3: 0.5}) == Window(1, 3, 0.5, 0.0, 0.5)
-    assert window({0: 0.125, 1: 0.5, 2: 0.25, 3: 0.125}) == Window(4, 1, 0.5, 0.125, 0.1875, 0.0)
+    assert window({3: 0.5}) == Window(1, ((3, 0.5),), 0.0, 0.5)
+    slowest = ((1, 0.5), (2, 0.25), (0, 0.125), (3, 0.125))
+    assert window({0: 0.125, 1: 0.5, 2: 0.25, 3: 0.125, 4: 0.125}) == Window(5, slowest, 0.125, 0.125, 0.0)
+
+
+def test_what_a_node_tells_does_not_grow_with_it() -> None:
+    measured = window(dict.fromkeys(range(1000), 0.1))
+    assert measured is not None and len(measured.slowest) == MOST
 
 
 def test_a_slow_rank_of_two_is_found_after_some_windows_and_told_once() -> None:
@@ -54,6 +60,42 @@ def test_a_slow_node_of_one_rank_is_found_by_the_others() -> None:
     nodes = {f"n{rank}": {rank: 0.1} for rank in range(8)} | {"n3": {3: 0.15}}
     [found] = hear(stragglers, nodes, WINDOWS)
     assert found.rank == 3 and found.usual_s == pytest.approx(0.1)
+
+
+def test_a_slow_node_of_several_ranks_is_not_compared_with_itself() -> None:
+    """Of two nodes, half of what is known is its own."""
+    stragglers = Stragglers()
+    nodes = {"n1": dict.fromkeys(range(4), 0.1), "n2": dict.fromkeys(range(4, 8), 0.135)}
+    found = hear(stragglers, nodes, WINDOWS)
+    assert [(each.rank, each.usual_s) for each in found] == [(rank, 0.1) for rank in range(4, 8)]
+    assert hear(stragglers, nodes, 10) == []
+
+
+def test_most_ranks_are_no_stragglers_because_a_few_elsewhere_are_fast() -> None:
+    assert hear(Stragglers(), {"n1": {0: 0.05}, "n2": dict.fromkeys(range(1, 8), 0.1)}, 10) == []
+
+
+def test_two_slow_ranks_of_a_node_are_both_found_and_stay_so_while_they_take_turns() -> None:
+    stragglers = Stragglers()
+    for at in range(12):
+        own_s = dict.fromkeys(range(8), 0.1) | {2: 0.2 + at % 2 / 10, 5: 0.3 - at % 2 / 10}
+        told = hear(stragglers, {"n1": own_s})
+        assert sorted(found.rank for found in told) == ([2, 5] if at == WINDOWS - 1 else [])
+    [gone] = hear(stragglers, {"n1": dict.fromkeys(range(8), 0.1) | {5: 0.2}}, WINDOWS)
+    assert (gone.rank, gone.gone) == (2, True) and list(stragglers.found) == [5]
+
+
+def test_of_a_rank_that_slower_ones_hide_nothing_is_said() -> None:
+    """A window names no more than so many."""
+    stragglers = Stragglers()
+    fast = {"n1": dict.fromkeys(range(20, 40), 0.1)}
+    hear(stragglers, fast | {"n2": dict.fromkeys(range(MOST), 0.2)}, WINDOWS)
+    assert sorted(stragglers.found) == list(range(MOST))
+    hide = dict.fromkeys(range(MOST), 0.2) | dict.fromkeys(range(10, 10 + MOST), 0.3)
+    assert [found.rank for found in hear(stragglers, fast | {"n2": hide}, 10)] == list(range(10, 10 + MOST))
+    calm = dict.fromkeys(range(MOST), 0.1) | dict.fromkeys(range(10, 10 + MOST), 0.1)
+    gone = hear(stragglers, fast | {"n2": calm}, WINDOWS)
+    assert all(found.gone for found in gone) and len(gone) == 2 * MOST and stragglers.found == {}
 
 
 def test_a_rank_alone_is_compared_with_nobody() -> None:
@@ -110,3 +152,10 @@ def test_who_waits_for_a_slow_rank_in_a_section_is_not_taken_for_one() -> None:
         sections = {"n1": dict.fromkeys(range(waiting), 0.2) | {waiting: 0.05}}
         assert hear(Stragglers(), sections, 10, SECTION) == []
     assert hear(Stragglers(), {"n1": {0: 0.2}, "n2": {1: 0.05}}, 10, SECTION) == []
+
+
+def test_who_waits_in_a_section_for_half_of_the_ranks_is_not_taken_for_one() -> None:
+    waits, slow = dict.fromkeys(range(4), 0.2), dict.fromkeys(range(4, 8), 0.05)
+    assert hear(Stragglers(), {"n1": waits | slow}, 10, SECTION) == []
+    assert hear(Stragglers(), {"n1": waits, "n2": slow}, 10, SECTION) == []
+    assert hear(Stragglers(), {f"n{rank}": {rank: own_s} for rank, own_s in (waits | slow).items()}, 10, SECTION) == []

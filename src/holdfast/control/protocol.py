@@ -17,7 +17,7 @@ from holdfast.control.stacks import Group
 from holdfast.control.stragglers import Found, Window
 from holdfast.control.worlds import World
 
-VERSION = 6
+VERSION = 7
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
