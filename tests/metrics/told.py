@@ -51,6 +51,7 @@ class Told:
                 own_us=(125_000, 62_500 * (1 + at)),
                 saving_s=saving_s,
                 phases="11",
+                section_us=(31_250, 15_625),
             )
             self.note(at_s, progress, node)
 

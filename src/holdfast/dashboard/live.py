@@ -178,9 +178,11 @@ class Live:
         return changed
 
     def _pace(self) -> list[list[Any]]:
-        """Of all ranks in order: steps, what one takes, and what it needs for itself."""
+        """Of all ranks in order: steps, what one takes, what of it the rank needs for itself, and in sections."""
         ranks = [self._state.ranks[number] for number in sorted(self._state.ranks)]
-        return [[rank.steps for rank in ranks], [rank.step_s for rank in ranks], [rank.own_s for rank in ranks]]
+        sections = [rank.section_s for rank in ranks]
+        own = [rank.own_s for rank in ranks]
+        return [[rank.steps for rank in ranks], [rank.step_s for rank in ranks], own, sections if any(sections) else []]
 
     def _now_s(self) -> float:
         """As the record counts. Another machine's clock says nothing here."""

@@ -17,7 +17,8 @@ Row: TypeAlias = tuple[Any, ...]
 
 def of_rank(rank: Rank) -> Row:
     """Without its pace, which changes all the time."""
-    return rank.rank, rank.node, rank.pid, rank.state, rank.straggles, rank.text[:MAX_WHAT]
+    slow_by = rank.slow_by if rank.straggles else ""
+    return rank.rank, rank.node, rank.pid, rank.state, slow_by, rank.text[:MAX_WHAT]
 
 
 def of_node(node: Node) -> Row:

@@ -167,6 +167,9 @@ def _of_ranks(state: State) -> Iterator[Family]:
     own_s = [(named[rank.rank], rank.own_s) for rank in ranks if rank.own_s]
     help = "Of that, what it needed for itself before it waited for others."
     yield Family("holdfast_rank_own_duration_seconds", False, help, own_s)
+    section_s = [(named[rank.rank], rank.section_s) for rank in ranks if rank.section_s]
+    help = "What a step took the rank in the sections that its program names."
+    yield Family("holdfast_rank_section_duration_seconds", False, help, section_s)
     straggles: Samples = [(named[rank.rank], int(rank.straggles)) for rank in ranks]
     yield Family("holdfast_rank_straggles", False, "Whether the rank holds the others up.", straggles)
 

@@ -3,6 +3,7 @@
 import { byId, count, duration, make, many, say } from "./format.js";
 
 const MEANINGS = { exited: "ended well" };
+const SLOW = { step: "slow by its own time", section: "slow in its sections" };
 const LARGE = 128; // with more ranks than that, cells have no number
 
 const grid = byId("grid");
@@ -10,7 +11,7 @@ const cells = new Map();
 let ranks = []; // rows, by order of rank
 let places = new Map(); // of a rank, in that order
 let names = new Map(); // of nodes that have ranks
-let pace = [[], [], []];
+let pace = [[], [], [], []];
 let chosen = null;
 let focused = null;
 let onKill = () => {};
@@ -86,17 +87,17 @@ function cellOf(row) {
   return cell;
 }
 
-function draw(cell, [rank, , , state, straggles]) {
+function draw(cell, [rank, , , state, slowBy]) {
   cell.dataset.state = state; // the style sheet has a colour for it, and a sign for those who do not see that
-  cell.classList.toggle("slow", straggles);
-  cell.setAttribute("aria-label", `rank ${rank}: ${MEANINGS[state] ?? state}${straggles ? ", slow" : ""}`);
+  cell.classList.toggle("slow", slowBy !== "");
+  cell.setAttribute("aria-label", `rank ${rank}: ${MEANINGS[state] ?? state}${slowBy ? ", slow" : ""}`);
 }
 
 function legend() {
   const counts = new Map();
-  for (const [, , , state, straggles] of ranks) {
+  for (const [, , , state, slowBy] of ranks) {
     counts.set(state, (counts.get(state) ?? 0) + 1);
-    if (straggles) counts.set("slow", (counts.get("slow") ?? 0) + 1);
+    if (slowBy) counts.set("slow", (counts.get("slow") ?? 0) + 1);
   }
   const told = [...counts].join();
   if (byId("legend").dataset.told === told) return;
@@ -161,15 +162,16 @@ function panel() {
   const row = chosen === null ? undefined : ranks[places.get(chosen)];
   box.hidden = row === undefined;
   if (row === undefined) return;
-  const [rank, name, pid, state, straggles, text] = row;
+  const [rank, name, pid, state, slowBy, text] = row;
   cells.get(rank).setAttribute("aria-selected", "true");
   const at = places.get(rank);
-  const [steps, step_s, own_s] = pace.map((column) => column[at] ?? 0);
+  const [steps, step_s, own_s, section_s] = pace.map((column) => column[at] ?? 0);
   const words = [
-    `${MEANINGS[state] ?? state}${straggles ? ", slow" : ""}`,
+    `${MEANINGS[state] ?? state}${slowBy ? `, ${SLOW[slowBy] ?? "slow"}` : ""}`,
     steps ? `${many(steps, "step")} in this world` : "no step yet",
     step_s ? `${duration(step_s)} each` : "",
     own_s ? `${duration(own_s)} of that for itself` : "",
+    section_s ? `${duration(section_s)} in sections` : "",
     name ? `on ${name}` : "",
     pid ? `pid ${pid}` : "",
   ];
