@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -140,16 +139,6 @@ def test_dev_null_for_a_log_dir_leaves_no_file(job: Job) -> None:
     temporary.mkdir()
     assert job.run(script, log_dir=os.devnull, flags=("--tee=3",), env={"TMPDIR": str(temporary)}) == 0
     assert not job.log_dir.exists()
-    assert [path for path in temporary.iterdir() if path.name.startswith("holdfast")] == []
-
-
-def test_a_clean_run_without_a_log_dir_leaves_nothing(job: Job, tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    script = job.folder / "fine.py"
-    script.write_text("")
-    command = [sys.executable, "-m", "holdfast", "run", str(script)]
-    subprocess.run(command, env={**os.environ, "TMPDIR": str(temporary)}, check=True, timeout=60)
     assert [path for path in temporary.iterdir() if path.name.startswith("holdfast")] == []
 
 

@@ -33,11 +33,13 @@ class Records:
         self._soon = soon  # what need not be done before the next world begins
         self.events = EventLog(run_dir.join(record.NAME), sinks, complain, host)
         self.incidents: list[Incident] = []  # the closed ones
+        self._has_news = False  # beside steps and incidents, somebody may want to read
         self._say, self._complain = say, complain
         self._started_s = time.monotonic()
 
     def merge(self, message: protocol.Recorded) -> None:
         """What another node has recorded."""
+        self._has_news = True
         self.events.merge(message.lines, time.monotonic() - self.events.start_s - message.now_s)
 
     def opened(self, incident: Incident) -> None:
@@ -62,8 +64,10 @@ class Records:
             self._say(reason)
         if any(incident.restarted for incident in self.incidents):
             self._say(*explain.summary(steps, self.incidents, wall_s, self.run_dir.path if last is None else None))
-        if not self.incidents:
+        if not self.incidents and not steps and not self._has_news:
             self.run_dir.discard_if_temporary()
+        elif not self.incidents:
+            self.run_dir.keep_for_now()
         if self.run_dir.path is not None:
             self._say(explain.next_commands(self.run_dir.path, failed=kind is not None))
         return last

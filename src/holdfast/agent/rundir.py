@@ -7,7 +7,12 @@ import errno
 import glob
 import os
 import shutil
+import stat
 import tempfile
+from pathlib import Path
+
+KEPT = 10  # temporary ones of runs without an incident
+MAY_GO = ".may-go"  # in the root of such a one. Another folder may be called as ours are: one that a user named, say
 
 
 class RunDirectory:
@@ -36,9 +41,32 @@ class RunDirectory:
         return os.path.join(self.path, *parts) if self.path is not None else None
 
     def discard_if_temporary(self) -> None:
-        """A run that the user gave no directory and that had no incident leaves nothing, unless it is a coordinator's
-        ledger, which its next life will look for."""
-        if self._temporary_root is not None and not os.path.exists(self.join("ledger") or ""):
+        """A run that the user gave no directory and that has nothing to report leaves nothing, unless it is a
+        coordinator's ledger, which its next life will look for."""
+        if self._temporary_root is not None and not self._has_ledger():
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._temporary_root)
             self.path = None
+
+    def keep_for_now(self) -> None:
+        """A run without an incident has ended, and its record may be asked for. A temporary one makes way for the next
+        ones in the end, so that the place for temporary files does not fill up."""
+        if self._temporary_root is not None and not self._has_ledger():
+            with contextlib.suppress(OSError):
+                Path(self._temporary_root, MAY_GO).touch()
+                _make_room()
+
+    def _has_ledger(self) -> bool:
+        return os.path.exists(self.join("ledger") or "")
+
+
+def _make_room() -> None:
+    """Only folders that an agent of this user has marked at its end are removed: nobody writes there any more."""
+    ended: list[tuple[float, Path]] = []
+    for mark in Path(tempfile.gettempdir()).glob(f"holdfast_*/{MAY_GO}"):
+        with contextlib.suppress(OSError):
+            marked, root = mark.lstat(), mark.parent.lstat()
+            if stat.S_ISDIR(root.st_mode) and marked.st_uid == root.st_uid == os.geteuid():
+                ended.append((marked.st_mtime, mark.parent))
+    for _, folder in sorted(ended, reverse=True)[KEPT:]:
+        shutil.rmtree(folder, ignore_errors=True)  # of another's as well, that makes room at the same time
