@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctoring import WAIT_S, bearers, command, environment, examine, package
+from doctoring import WAIT_S, bearers, command, environment, examine, hook, package
 
 from holdfast import linux
 from holdfast.cli import doctor
@@ -150,7 +150,8 @@ def test_a_node_that_is_well_is_not_kept_out(tmp_path: Path) -> None:
     found = asyncio.run(preflight(str(tmp_path), str(tmp_path / "run"), env=environment(tmp_path)))
     assert refusal(found) == ""
     states = {finding.check: finding.state for finding in found}
-    assert list(states) == ["limits", "shm", "disk", "checkpoint", "torch", "gpu", "matmul", "collective", "nccl"]
+    alone = ["limits", "shm", "clock", "disk", "checkpoint", "torch", "gpu", "matmul", "collective", "nccl"]
+    assert list(states) == alone
     assert [states[name] for name in ("torch", "matmul", "collective")] == ["ok"] * 3
     if not torch.cuda.is_available():
         assert states["gpu"] == states["nccl"] == "skipped"
@@ -166,6 +167,20 @@ def test_a_node_that_fails_is_kept_out_with_one_line(tmp_path: Path) -> None:
     assert (
         refusal(found) == "torch: torch cannot be imported: ImportError: no CUDA; install it anew in this environment"
     )
+
+
+def test_a_name_that_nobody_knows_keeps_a_node_out_if_there_are_others_to_look_it_up(tmp_path: Path) -> None:
+    unknown = "import socket\nsocket.gethostname = lambda: 'no-such-host.invalid'\n"
+    broken = "raise ImportError('not needed here')"
+    env = environment(tmp_path, **package(tmp_path, "torch", broken))
+    env["PYTHONPATH"] += f":{hook(tmp_path, unknown)['PYTHONPATH']}"
+
+    def look(alone: bool, **more: str) -> dict[str, str]:
+        found = asyncio.run(preflight(env={**env, **more}, alone=alone))
+        return {finding.check: finding.text for finding in found if finding.state == "fail"}
+
+    assert "'no-such-host.invalid' cannot be resolved" in look(alone=False)["names"]
+    assert look(alone=True).keys() == look(alone=False, GLOO_SOCKET_IFNAME="lo").keys() == {"torch"}
 
 
 def test_a_preflight_that_is_cancelled_leaves_nothing(tmp_path: Path, hanging: tuple[dict[str, str], Path]) -> None:

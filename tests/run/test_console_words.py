@@ -84,3 +84,12 @@ def _read_to_end(fd: int) -> str:
         pass
     os.close(fd)
     return said.decode()
+
+
+def test_what_a_check_before_the_world_warns_of_is_said_and_kept(job: Job) -> None:
+    few = ("bash", "-c", 'ulimit -Sn 1024; exec "$@"', "bash", sys.executable, "-m", "holdfast", "run")
+    assert job.run("/bin/true", nproc=1, flags=("--no-python", "--preflight"), program=few) == 0
+    [found] = job.events("node.examined")
+    assert found["fit"] and found["failed"] == []
+    [warning] = [line for line in found["warned"] if line.startswith("limits: a process may open 1,024 files; ")]
+    assert f"holdfast: this node is fit, but {warning}" in job.err.splitlines()

@@ -12,7 +12,8 @@ import time
 import uuid
 import zlib
 from collections import deque
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -46,6 +47,8 @@ from holdfast.worker import saying
 # What the agents alone need to know.
 SECRETS = ("HOLDFAST_SECRET", "HOLDFAST_ETCD_PASSWORD")
 
+
+T = TypeVar("T")
 
 ALWAYS_TAKEN = (signal.SIGUSR1,)  # Slurm's warning that a job's time is nearly over; else it would end the agent alone
 
@@ -209,22 +212,30 @@ class Agent:
 
     async def _is_fit(self, run_dir: RunDirectory) -> bool:
         """Whether this node may take part, by `holdfast doctor`. One that is told to stop does not wait for it."""
-        from holdfast.checkpoint.settings import DIRECTORY
-        from holdfast.doctor import examination
+        from holdfast.agent import fitness
 
-        log_dir, target = run_dir.path or os.devnull, self._env.get(DIRECTORY, "")
-        looking = asyncio.ensure_future(examination.preflight(log_dir, target, self._env))
-        both: list[asyncio.Future[Any]] = [looking, self._finished]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not looking.done():
-            looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
+        looked = await self._unless_finished(fitness.examine(self._options, run_dir.path, self._env))
+        if looked is None:
             return False
-        if why := examination.refusal(looking.result()):
+        found, why = looked
+        line = self._records.examined(found)
+        self.say(*(f"this node is fit, but {warning}" for warning in found.warned if found.fit))
+        if not found.fit:
+            await self._unless_finished(fitness.tell(self._options, line, self._events))
             self._refuse(f"this node is not fit: {why}", elsewhere=True)
-            return False
-        return True
+        return found.fit
+
+    async def _unless_finished(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What comes of it; None where the end comes first."""
+        task = asyncio.ensure_future(work)
+        both: list[asyncio.Future[Any]] = [task, self._finished]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
 
     @property
     def _world(self) -> RunningWorld | None:

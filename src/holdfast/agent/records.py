@@ -14,7 +14,7 @@ from holdfast.control.causes import Kind
 from holdfast.control.incidents import Incident
 from holdfast.observe import explain, record
 from holdfast.observe.events import EventLog, Sink, iso
-from holdfast.observe.record import IncidentClosed, IncidentNoted, IncidentOpened, JobEnded
+from holdfast.observe.record import IncidentClosed, IncidentNoted, IncidentOpened, JobEnded, NodeExamined
 
 Say = Callable[..., None]
 
@@ -33,14 +33,18 @@ class Records:
         self._soon = soon  # what need not be done before the next world begins
         self.events = EventLog(run_dir.join(record.NAME), sinks, complain, host)
         self.incidents: list[Incident] = []  # the closed ones
-        self._has_news = False  # beside steps and incidents, somebody may want to read
+        self._stays_out = False  # why is worth to be kept
         self._say, self._complain = say, complain
         self._started_s = time.monotonic()
 
     def merge(self, message: protocol.Recorded) -> None:
         """What another node has recorded."""
-        self._has_news = True
         self.events.merge(message.lines, time.monotonic() - self.events.start_s - message.now_s)
+
+    def examined(self, found: NodeExamined) -> bytes:
+        """The line of it."""
+        self._stays_out = not found.fit
+        return self.events.emit(found)
 
     def opened(self, incident: Incident) -> None:
         self._note(incident, IncidentOpened, explain.opened(incident) if incident.restarted else ())
@@ -64,7 +68,7 @@ class Records:
             self._say(reason)
         if any(incident.restarted for incident in self.incidents):
             self._say(*explain.summary(steps, self.incidents, wall_s, self.run_dir.path if last is None else None))
-        if not self.incidents and not steps and not self._has_news:
+        if not self.incidents and not steps and not self._stays_out:
             self.run_dir.discard_if_temporary()
         elif not self.incidents:
             self.run_dir.keep_for_now()

@@ -51,7 +51,7 @@ class Standbys:
         env: Mapping[str, str],
         plumbing: Plumbing,
         tokens: Iterator[int],
-        emit: Callable[[record.Happened], None],
+        emit: Callable[[record.Happened], object],
         on_change: Callable[[int], None],
         complain: Callable[[str], None],
     ) -> None:

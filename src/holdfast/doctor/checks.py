@@ -42,6 +42,7 @@ CHECKS = (
         what="this machine's own name, which gloo and others look up",
         run="holdfast.doctor.machine:names",
         if_hung="its DNS server does not answer; see /etc/resolv.conf, or put the name into /etc/hosts",
+        before_world=True,
     ),
     Check(
         name="ports",
@@ -52,6 +53,7 @@ CHECKS = (
         name="clock",
         what="the rate of this machine's clocks, and what it costs to read them",
         run="holdfast.doctor.clocks:clock",
+        before_world=True,
     ),
     Check(
         name="disk",

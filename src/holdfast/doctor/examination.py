@@ -30,10 +30,15 @@ async def preflight(
     checkpoint_dir: str = "",
     env: Mapping[str, str] | None = None,
     limit_s: float | None = None,
+    alone: bool = True,
 ) -> list[Finding]:
     """What a node must pass before its first world; `refusal` makes one line of it. Cancelled, it leaves nothing.
-    `env` is that of the ranks."""
-    checks = [check for check in CHECKS if check.before_world and (checkpoint_dir or check.name != "checkpoint")]
+    `env` is that of the ranks; `alone`: there are no other nodes."""
+    needed = {
+        "checkpoint": bool(checkpoint_dir),
+        "names": not alone and "GLOO_SOCKET_IFNAME" not in (env or os.environ),  # else nobody looks its name up
+    }
+    checks = [check for check in CHECKS if check.before_world and needed.get(check.name, True)]
     asked = Asked(log_dir=log_dir, checkpoint_dir=checkpoint_dir, together=True)
     return await examine(checks, asked, env=env, limit_s=limit_s)
 

@@ -71,7 +71,8 @@ class EventLog:
             except OSError as failure:
                 self._lose(failure)
 
-    def emit(self, what: What) -> None:
+    def emit(self, what: What) -> bytes:
+        """The line of it."""
         self._seq += 1
         at_s, told = int((time.monotonic() - self.start_s) * 1e6) / 1e6, self._time()  # round() is slow
         name = what.NAME
@@ -85,6 +86,7 @@ class EventLog:
             except Exception as failure:
                 self._sinks.remove(sink)
                 self._complain(f"the event sink {sink!r} failed and gets no more events: {failure!r}")
+        return line
 
     def merge(self, lines: Sequence[bytes], later_s: float) -> None:
         """Lines of another node, whose times are that much earlier than on this one's clock."""

@@ -64,6 +64,16 @@ class NodeHello(Happened, frozen=True):
     generation: int
 
 
+class NodeExamined(Happened, frozen=True):
+    """By `--preflight`, before its first world."""
+
+    NAME: ClassVar[str] = "node.examined"
+    fit: bool  # it may take part
+    failed: tuple[str, ...]  # a line for each check that has, with what to do next
+    warned: tuple[str, ...]
+    seconds: float
+
+
 class CoordinatorSaid(Happened, frozen=True):
     NAME: ClassVar[str] = "coordinator.said"
     text: str
@@ -320,13 +330,11 @@ class FaultInjected(Happened, frozen=True):
 What = Happened | IncidentNoted
 
 _ALL: tuple[type[What], ...] = (
-    JobStarted, JobSignalled, JobEnded, NodeHello, CoordinatorSaid, CoordinatorGivenUp, WorldLaunched, WorldStarted,
-    RankFirstStep, RankRaised, RankExited, RankHung, RankAsked, RanksSignalled, RanksLeave, StandbyReady,
-    StandbyEnded, BeaconCorrupt,
-    TimeoutsLearned,
-    Progress, Trained, StragglerFound, StragglerGone, IncidentOpened, IncidentClosed, CheckpointSaved,
-    CheckpointPersisted, CheckpointFailed, CheckpointRestored, WriterStarted, WriterEnded, ZygoteGrown,
-    ZygoteNotGrown, FaultInjected,
+    JobStarted, JobSignalled, JobEnded, NodeHello, NodeExamined, CoordinatorSaid, CoordinatorGivenUp, WorldLaunched,
+    WorldStarted, RankFirstStep, RankRaised, RankExited, RankHung, RankAsked, RanksSignalled, RanksLeave,
+    StandbyReady, StandbyEnded, BeaconCorrupt, TimeoutsLearned, Progress, Trained, StragglerFound,
+    StragglerGone, IncidentOpened, IncidentClosed, CheckpointSaved, CheckpointPersisted, CheckpointFailed,
+    CheckpointRestored, WriterStarted, WriterEnded, ZygoteGrown, ZygoteNotGrown, FaultInjected,
 )  # fmt: skip
 TYPES: dict[str, type[What]] = {kind.NAME: kind for kind in _ALL}
 

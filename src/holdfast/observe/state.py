@@ -232,6 +232,8 @@ class State(msgspec.Struct):
                     world.base = step
             case record.CoordinatorSaid(text=text):
                 self.said = [*self.said[-9:], text]
+            case record.NodeExamined(fit=False, failed=failed):
+                self.said = [*self.said[-9:], f"{noted.node} stays out: {failed[0] if failed else 'it is not fit'}"]
             case record.FaultInjected():
                 self.faults += 1
 
