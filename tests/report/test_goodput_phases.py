@@ -32,6 +32,30 @@ def test_a_killed_rank_costs_stopping_forming_and_starting() -> None:
     assert (cost.at_s, cost.lost_s) == (5.0, 1.0)
 
 
+def test_ranks_that_stay_end_no_process_and_their_world_is_stopped_when_they_have_left_it() -> None:
+    """Rank 1 is killed, rank 0 goes on where it was: no step is done again, though it exits in the second only."""
+    job = Written().world(0, 1.0, 1.5, 2.0, 2.0).progress(5.0, 0, 30, base=0)
+    job.note(5.0, record.RankExited(0, 1, 101, -9)).note(5.0, record.RanksLeave((0,), "rank 1 failed"))
+    job.incident(1, 0, 5.0, 5.1, launched_s=5.1, started_s=5.2, recovered_s=5.5, steps=30)
+    job.note(5.1, record.WorldLaunched(1, 2, 1, local_size=2, stayed=(0,)))
+    job.note(5.2, record.WorldStarted(1, {0: 100, 1: 102}))
+    job.note(5.4, record.CheckpointRestored(1, 0, 30, 0.0, "the memory of rank 0"))
+    job.note(5.4, record.CheckpointRestored(1, 1, 30, 0.125, "the memory of rank 0"))
+    for rank in (0, 1):
+        job.note(5.5, record.RankFirstStep(1, rank))
+    divided = job.progress(9.0, 1, 35, base=30).exits(9.0, 1).end(10.0).divided()
+    assert spent(divided) == {
+        Phase.FIRST_START: 2.0,
+        Phase.TRAINING: 3.0 + 3.5,
+        Phase.STOPPING: 0.1,
+        Phase.STARTING: 0.275,
+        Phase.RESTORING: 0.125,
+        Phase.IDLE: 1.0,
+    }
+    assert (divided.steps, divided.redone, divided.unknown) == (65, 0, ())
+    assert (divided.costs[0].lost_s, divided.costs[0].redone) == (0.5, 0)
+
+
 def test_a_hang_costs_the_time_until_it_is_found() -> None:
     job = Written().world(0, 1.0, 1.5, 2.0, 2.0)
     job.incident(1, 0, 4.0, 7.5, detected_s=7.0, launched_s=7.5, started_s=7.6, recovered_s=8.0)

@@ -14,6 +14,7 @@ import torch
 
 from harness import Job
 from holdfast.observe import record
+from holdfast.observe.goodput import divide
 from holdfast.observe.state import fold
 
 SCRIPT = Path(__file__).parent / "scripts" / "survives.py"
@@ -142,6 +143,19 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
     assert incident["kind"] == "signal" and incident["rank"] == 1
     assert [event["stayed"] for event in job.events("world.launched")] == [[], [0, 2]]
     assert job.events("ranks.signalled") == []
+    check_goodput(job)
+
+
+def check_goodput(job: Job) -> None:
+    """Of a world with ranks that stay: the clock is divided without a rest, and no step was done again."""
+    goodput = divide(record.read(job.run_dir / record.NAME))
+    assert sum(span.us for span in goodput.spans) == round(goodput.wall_s * 1e6)
+    assert (goodput.steps, goodput.redone, goodput.unknown) == (STEPS, 0, ())
+    [cost] = goodput.costs
+    assert cost.phases_s.keys() >= {"stopping", "starting"}
+    assert cost.phases_s.keys() <= {"stopping", "forming the world", "starting", "restoring"}
+    [first, second] = goodput.worlds
+    assert first.ended_s <= second.launched_s < (second.trained_s or 0.0) < second.ended_s
 
 
 def test_a_rank_is_killed_in_a_save(job: Job, undisturbed: Any) -> None:
