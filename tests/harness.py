@@ -14,9 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPTS = Path(__file__).parent / "run" / "scripts"
 TRAINS = SCRIPTS / "trains.py"
 WAIT_S = 60.0
+
+
+def needs(is_there: bool, what: str) -> pytest.MarkDecorator:
+    """Skips a test where a person's machine lacks something. CI lacks nothing: there it runs, and fails."""
+    return pytest.mark.skipif(not is_there and os.environ.get("HOLDFAST_CI") != "1", reason=f"needs {what}")
 
 
 class News:

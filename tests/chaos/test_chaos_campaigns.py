@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness import needs
 from holdfast import linux
 from holdfast.chaos import faults, verdict
 from holdfast.chaos.faults import Injected
@@ -21,7 +22,7 @@ from holdfast.observe import record
 
 PACED = Path(__file__).parent / "scripts" / "paced_rank.py"
 WAIT_S = 110.0
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+NEEDS_ROOT = needs(os.geteuid() == 0, "root")
 
 
 def start(
@@ -243,7 +244,7 @@ def test_links_that_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd")
+@needs(shutil.which("etcd") is not None, "etcd")
 def test_the_loss_of_a_leader_of_etcd(tmp_path: Path) -> None:
     plan = every("etcd-leader-loss", "coordinator-loss", head='nodes = 2\nbackend = "etcd"\n', more="for_s = 1")
     code, campaign = run(tmp_path, plan, "--no-twin", epochs=12, nproc=1, heartbeat_s=10)

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
+from harness import needs
 from holdfast import linux
 from holdfast.chaos.network import Network
 
 WAIT_S = 30.0
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+NEEDS_ROOT = needs(os.geteuid() == 0, "root")
 
 NETWORK = """
 from holdfast.chaos.network import Network
@@ -74,7 +73,7 @@ def test_a_network_of_a_campaign_that_was_killed(tmp_path: Path) -> None:
                 assert len(namespaces(mine)) == 3
 
 
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd")
+@needs(shutil.which("etcd") is not None, "etcd")
 def test_members_of_etcd_of_a_campaign_that_was_killed(tmp_path: Path) -> None:
     with killed(ETCD, tmp_path, str(tmp_path / "etcd")) as (_, below):
         assert len(below) == 3

@@ -15,6 +15,7 @@ import pytest
 
 from dashboard.conftest import Page
 from dashboard.made_records import Made
+from harness import needs
 from holdfast.cli import dashboard as command
 from holdfast.dashboard import tokens
 from holdfast.dashboard.serving import parse_listen
@@ -90,7 +91,7 @@ def test_the_right_token_becomes_a_cookie(locked: Page) -> None:
     assert page.ask("/metrics", Authorization=f"Bearer {page.token}")[0] == 200, "for Prometheus"
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root and unshare")
+@needs(shutil.which("unshare") is not None and os.geteuid() == 0, "root and unshare")
 def test_any_other_address_makes_a_token(run_dir: Path) -> None:
     """In a network of its own, where nobody is."""
     script = (
@@ -105,7 +106,7 @@ def test_any_other_address_makes_a_token(run_dir: Path) -> None:
         ["unshare", "--net", "bash", "-c", command, "bash", sys.executable, "-c", script, str(run_dir)],
         capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
-    if "Operation not permitted" in done.stderr:
+    if "Operation not permitted" in done.stderr and os.environ.get("HOLDFAST_CI") != "1":
         pytest.skip("this machine lets nobody make a network namespace")
     assert done.stdout == "43 401 200 False\n", done.stderr
 

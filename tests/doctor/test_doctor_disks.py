@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from doctoring import examine, hook, need_namespaces
+
+from holdfast.doctor import disks
+from holdfast.doctor.finding import Asked
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoint"))
 import s3server
@@ -52,6 +56,30 @@ def test_little_space_is_worth_a_word(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=200m none {tmp_path}"
     found = examine(tmp_path, "--only", "disk", "--log-dir", str(tmp_path), after=mount, inside=True)["disk"]
     assert (found.state, "200 MiB are free" in found.text) == ("warn", True), found
+
+
+def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MiB, as before a world, for which it needs a second more."""
+    durable = os.fsync
+
+    def slowly(fd: int) -> None:
+        if os.fstat(fd).st_size >= disks.FEW_BLOCKS * disks.BLOCK_BYTES:
+            time.sleep(1.0)
+        durable(fd)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    asked = Asked(log_dir=str(tmp_path), checkpoint_dir=str(tmp_path / "run"), together=True)
+    for found in (disks.disk(asked), disks.checkpoint(asked)):
+        assert (found.state, found.text.startswith("write ")) == ("warn", True), found
+        assert 0 < float(found.figures["write_bytes_s"]) < disks.SLOW_BYTES_S
+        assert found.cure == "is it the disk that was meant, and does somebody else use it?"
+
+
+def test_a_line_that_takes_long_to_be_durable(tmp_path: Path) -> None:
+    slow = "import os, time\ntrue = os.fdatasync\nos.fdatasync = lambda fd: (time.sleep(0.12), true(fd))\n"
+    found = examine(tmp_path, "--only", "disk", "--log-dir", str(tmp_path), env=hook(tmp_path, slow))["disk"]
+    assert (found.state, "to make a line durable takes 0.1" in found.text) == ("warn", True), found
+    assert float(found.figures["sync_s"]) > disks.SLOW_SYNC_S
 
 
 def test_a_target_that_is_a_file(tmp_path: Path) -> None:

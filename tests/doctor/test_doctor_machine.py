@@ -34,6 +34,19 @@ def test_few_open_files(tmp_path: Path, limit: str, state: str, cure: str) -> No
     assert found.figures["open_files"] == int(limit.split()[1])
 
 
+def test_infiniband_without_memory_that_can_be_locked(tmp_path: Path) -> None:
+    """A /dev with the directory of such a card, and otherwise what a process cannot do without."""
+    need_namespaces(tmp_path)
+    device = (
+        f"mount -t tmpfs none {tmp_path}; touch {tmp_path}/null; mount --bind /dev/null {tmp_path}/null\n"
+        f"mkdir {tmp_path}/infiniband; mount --rbind {tmp_path} /dev; ulimit -n 8192; ulimit -l 64"
+    )
+    found = examine(tmp_path, "--only", "limits", after=device, inside=True)["limits"]
+    assert (found.state, found.figures["locked_bytes"]) == ("warn", 64 << 10)
+    assert found.text == "InfiniBand is here, and a process may lock only 64 KiB of its memory"
+    assert found.cure == "ulimit -l unlimited, or LimitMEMLOCK=infinity of the service"
+
+
 @pytest.mark.parametrize(("size", "state", "words"), [("8m", "fail", "No space left"), ("64m", "warn", "64 MiB")])
 def test_small_shared_memory(tmp_path: Path, size: str, state: str, words: str) -> None:
     need_namespaces(tmp_path)
