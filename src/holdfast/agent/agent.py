@@ -378,7 +378,7 @@ class Agent:
         if self._node is not None and self._node.trains:
             if self._learned and not self._helpers.grows and self._stage is not None and self._link is not None:
                 self._stage.prepare_store(self._link.addr)
-            self._helpers.request(messages.Park(self._node.hello.local_size + 1))
+            self._helpers.request(messages.Park(self._node.hello.local_size + 1, self._options.program))
             if self._stage is not None:
                 self._stage.stand_by()
 

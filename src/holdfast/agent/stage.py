@@ -187,9 +187,12 @@ class Stage:
             self.world = None
 
     def stand_by(self) -> None:
-        """The ranks train: there is time to start processes that wait."""
-        if self._options.standby and self.world is not None:
-            world = self.world.world
+        """The ranks train: there is time to start processes that wait, and what the last ones left is not needed."""
+        if self.world is None:
+            return
+        world = self.world.world
+        self._will.world_over(world.generation, stepped=True)
+        if self._options.standby:
             self._standbys.fill(world, self._threads, self._own_env(world))
 
     def forked(self, token: int, pid: int) -> None:
@@ -208,6 +211,11 @@ class Stage:
         self._stores.clear()
         self._standbys.lost()
         self.dying.clear()  # they are gone, or will be
+        if self.world is not None:
+            self.world.lose_left()
+        for stayer in self._stayers.values():
+            stayer.close()
+        self._stayers.clear()
 
     def exited(self, pid: int) -> bool:
         """Perhaps one that waited for a place; whether one like it is to be started."""

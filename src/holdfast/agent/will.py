@@ -20,7 +20,7 @@ class Will:
 
     def keep(self, pid: int, fd: int, generation: int, step: int) -> None:
         """A file of that process, and the step that is in it."""
-        if self._fd >= 0 and step <= self._step:
+        if self._fd >= 0 and (generation, step) <= (self._generation, self._step):
             return
         with contextlib.suppress(OSError):
             found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

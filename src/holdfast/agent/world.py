@@ -188,6 +188,10 @@ class RunningWorld:
         page = self.pages[local_rank]
         return page.steps, page.base
 
+    def lose_left(self) -> None:
+        """Those that have left are gone, with their zygote, and nobody tells of it."""
+        self._left.clear()
+
     def lease(self, until_s: float) -> None:
         """Let the ranks step until then."""
         for page in self.pages:

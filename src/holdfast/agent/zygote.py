@@ -63,6 +63,7 @@ def _serve(channel_fd: int, extra: tuple[str, ...]) -> Work:
 
         phases.wrap()
         refused = {}
+    importlib.import_module("holdfast.worker.programs").preloaded()
     gc.freeze()  # a collection in a child would otherwise write to, and so copy, every page of these objects
     _settle_threads()
     linux.set_title("holdfast zygote")
@@ -107,9 +108,9 @@ class Zygote:
                 return self._fork(token, fds, lambda: _count_devices(request, fds[0]))
             case messages.PlanLogs():
                 self._link.send(self._plan_logs(request))
-            case messages.Park(count=count):
+            case messages.Park(count=count, program=program):
                 while len(self._parked) < count:
-                    parked, work = self._park()
+                    parked, work = self._park(program)
                     if not parked or work is not None:
                         return work
             case messages.Grow():
@@ -135,7 +136,7 @@ class Zygote:
             return None
         return self._fork(request.token, fds, lambda: _work(request, fds))
 
-    def _park(self) -> tuple[bool, Work | None]:
+    def _park(self, program: messages.Program | None) -> tuple[bool, Work | None]:
         """Fork a child that waits to be told what it is. A fork takes 6 ms; a restart should not wait for several."""
         ours, theirs = channel.pair()
         zygote = os.getpid()
@@ -151,7 +152,7 @@ class Zygote:
             os.setsid()
             linux.die_with_parent(zygote)
             linux.set_title("holdfast parked")
-            return True, lambda: _wait_for_work(theirs)
+            return True, lambda: _wait_for_work(theirs, program)
         theirs.close()
         self._children.add(pid)
         self._parked[pid] = channel.Channel(ours, messages.ToZygote)
@@ -223,7 +224,9 @@ class Zygote:
             return messages.LogsPlanned({}, {}, {}, {}, {}, "", "", error=reason)
 
 
-def _wait_for_work(sock: socket.socket) -> None:
+def _wait_for_work(sock: socket.socket, program: messages.Program | None) -> None:
+    if program is not None:
+        importlib.import_module("holdfast.worker.programs").prepare(program)
     link: channel.Channel[messages.ToZygote] = channel.Channel(sock, messages.ToZygote)
     try:
         received = link.receive()

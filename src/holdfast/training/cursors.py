@@ -16,6 +16,9 @@ class Cursors:
         self.step = 0
         self.world_size = 0  # that the learning rate is meant for; 0 where that does not matter
         self.progress = _Progress(self)
+        # An epoch that the last step has ended, and its metrics: to be saved again by ranks of the next world, if this
+        # one ends before all have handed it over.
+        self.owed: dict[str, Any] | None = None
         self.streams: list[Stream] = []
         self._own: list[Any] = []
         self._epochs_of_streams: list[int] = []
@@ -82,8 +85,9 @@ class _Progress:
     def __init__(self, cursors: Cursors) -> None:
         self._cursors = cursors
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._cursors.step, "world_size": self._cursors.world_size}
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._cursors.step, "world_size": self._cursors.world_size, "owed": self._cursors.owed}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._cursors.step, self._cursors.world_size = state["step"], state["world_size"]
+        self._cursors.owed = state.get("owed")

@@ -83,7 +83,10 @@ def take(given: Given, targets: Mapping[str, torch.Tensor]) -> bool:
             target.view(-1).view(torch.uint8).copy_(blocks[piece.block][piece.offset : piece.offset + piece.size], True)
     torch.cuda.synchronize()
     # Nobody has to wait for that.
-    threading.Thread(target=_close, args=(opened,), name="holdfast-direct", daemon=True).start()
+    closing = threading.Thread(
+        target=_close_beside, args=(torch.cuda.current_device(), opened), name="holdfast-direct", daemon=True
+    )
+    closing.start()
     return True
 
 
@@ -105,6 +108,11 @@ def _open(handles: Sequence[bytes]) -> list[int] | None:
             return None
         found.append(address.value)
     return found
+
+
+def _close_beside(device: int, opened: Sequence[int]) -> None:
+    torch.cuda.set_device(device)  # a new thread has no context, and libcuda closes nothing without one
+    _close(opened)
 
 
 def _close(opened: Sequence[int]) -> None:

@@ -72,6 +72,11 @@ class Checkpoints(Checkpointer):
         self.decided, self.unfit = decided if decided.best.step >= 0 else None, decided.unfit
         return decided.desks
 
+    def save_owed(self, step: int, owed: Mapping[str, Any]) -> None:
+        """An epoch that ended with the last step of a world, which may have gone before it was saved. If it was, the
+        writer finds it there."""
+        self._save(step, owed["epoch"], owed["metrics"], sure=True)
+
 
 def _decide(said: list[bytes]) -> bytes:
     ranks = [msgspec.json.decode(one, type=Said) for one in said]

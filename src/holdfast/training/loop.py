@@ -323,13 +323,15 @@ class Loop:
                     ended = batches.epoch
                 left = max(left, len(batches))
         step, options = self._cursors.step, self._options
+        saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
         assert self._worlds is not None
-        self._worlds.touched = False
         self._accumulation.step_done()
         if self._survival is not None:
+            self._cursors.owed = {"epoch": ended, "metrics": self._last()} if saves else None
             self._survival.step_done()
-            if self._survival.over:
-                return
+        self._worlds.touched = False
+        if self._survival is not None and self._survival.over:
+            return
         if self._progress is not None:
             first = waiting[0] if waiting else None
             epoch = f"{min(first.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
@@ -338,7 +340,6 @@ class Loop:
             self._progress.step(step, epoch, lambda: self._last().get("loss"), samples, steps_left)
         if options.health_check_steps and step % options.health_check_steps == 0 and self._run.world_size > 1:
             health.check(options.health_check_s, self._run.world_size)
-        saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
         checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
         if self._run.rank_zero and self._units > 1:
             self._accumulation.learn(self._units)

@@ -44,6 +44,7 @@ class Worlds:
         self.survival = survival.begin(state, run.hooks) if options.stays else None
         self.touched = False  # something counts a step that is not done yet
         self._torn = False  # a state is being loaded
+        self._carried: Offer | None = None  # what this rank brings along, while it is between two worlds
 
     def begin(self) -> Restored | None:
         """The first that this process is in."""
@@ -60,6 +61,7 @@ class Worlds:
         restored = self._enter(self._inherited())
         groups.settle()
         self.survival.step_done()
+        self._carried = None
         self.survival.announce()
         self.survival.wait_for_others_end()
         return restored
@@ -70,7 +72,7 @@ class Worlds:
         assert survives is not None
         mine = self._offer()
         survives.undo()
-        self.touched = False
+        self._carried, self.touched = mine, False
         while True:
             assert self.checkpointer is not None
             self.checkpointer.abandon()
@@ -80,18 +82,19 @@ class Worlds:
                 self._run.take_place()
                 self._enter(mine)
                 survives.step_done()
+                self._carried = None
                 return
             except Exception as failure:  # of this world, too
                 if not survives.outlives(failure):
                     raise
                 failure.__traceback__ = None
-            mine = UNFIT if self._torn else mine
+            mine = UNFIT if self._torn else self._carried
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
     def _enter(self, mine: Offer) -> Restored | None:
         """Go on from the newest state that is anywhere: in the memory of another rank, in a snapshot, on storage."""
-        options = self._options
+        options, self._carried = self._options, mine
         checkpointer = self.checkpointer = Checkpoints(
             mine, options.checkpoints, self._state, keep=options.keep, keep_best=options.keep_best,
             keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
@@ -107,6 +110,7 @@ class Worlds:
         self._torn = True
         restored = checkpointer.restore()
         self._torn = False
+        self._cursors.owed = None
         if restored is not None:
             self._cursors.begin(restored.step, restored.epoch, checkpointer.restored_rank_state)
         elif checkpointer.unfit:
@@ -119,14 +123,16 @@ class Worlds:
             handover.from_rank_zero(checkpointer.together, self._state)
         return restored
 
-    def _take_over(self, checkpointer: Checkpointer, decided: Decided) -> Restored:
+    def _take_over(self, checkpointer: Checkpoints, decided: Decided) -> Restored:
         """Ranks of the last world are here, and have its state."""
         began_s, best = time.monotonic(), decided.best
         handover.hand_over(checkpointer.together, decided, self._state, self._is_torn)
-        self._torn = False
+        self._carried, self._torn = best, False
         if best.term >= 0:
             checkpointer.go_on(best.term)
         self._cursors.step = best.step
+        if (owed := self._cursors.owed) is not None:
+            checkpointer.save_owed(best.step, owed)
         name = f"the memory of rank {decided.source}"
         if (here := place.current()) is not None:
             took_s = time.monotonic() - began_s
@@ -148,6 +154,8 @@ class Worlds:
 
     def _offer(self) -> Offer:
         """If it is whole, and all of it: other ranks' shards it has not."""
+        if self._carried is not None:  # of the world that it was trained in, whichever this one is
+            return UNFIT if self._torn else self._carried
         mark = self.survival.mark if self.survival is not None else None
         torn = self._torn or (mark is not None and not mark.whole)
         if self.touched or torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
@@ -171,7 +179,7 @@ class Worlds:
         stuck, or busy, and may have gone on while this was written."""
         assert self.survival is not None
         mine = self._offer()
-        if mine == UNFIT:
+        if mine.step < 0:
             return None
         mark = self.survival.mark
         state, instead = ({**self._state, **mark.values}, mark.tensors) if mark is not None else (self._state, {})

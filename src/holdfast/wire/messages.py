@@ -104,9 +104,10 @@ class PlanLogs(Message, frozen=True):
 
 
 class Park(Message, frozen=True):
-    """Have this many children forked ahead, for the next world."""
+    """Have this many children forked ahead, for the next world, which will run that program."""
 
     count: int
+    program: Program | None = None
 
 
 class Grow(Message, frozen=True):

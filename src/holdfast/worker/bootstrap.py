@@ -93,7 +93,6 @@ class Reporter:
         self._place = place
         # What a zygote should import beforehand. In a process that joins others it has heard of that.
         self._learns = place.slot == 0 and not os.environ.get(STAYED) and not os.environ.get(STANDBY)
-        self._modules_before = set(sys.modules)
 
     def raised(self, failure: BaseException) -> None:
         told = errors.describe(failure)
@@ -120,7 +119,7 @@ class Reporter:
         modules = b""
         if self._learns:
             self._learns = False
-            modules = zlib.compress("\n".join(programs.installed_modules(self._modules_before)).encode(), 1)
+            modules = zlib.compress("\n".join(programs.installed_modules()).encode(), 1)
         self._place.report(messages.Stepped(self._place.rank, self._place.generation, time.monotonic(), modules))
 
 

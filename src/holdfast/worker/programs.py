@@ -19,6 +19,36 @@ from multiprocessing import spawn
 from holdfast.wire import messages
 
 loading = False  # while a rank imports the script that holds its function
+_preloaded: frozenset[str] = frozenset()
+_compiled: tuple[str, tuple[int, ...], types.CodeType] | None = None
+
+
+def preloaded() -> None:
+    """Remember what is imported by now. In the zygote: to list it in a fork would write to each name, and so copy a
+    thousand pages, 8 ms of a restart."""
+    global _preloaded
+    _preloaded = frozenset(sys.modules)
+
+
+def prepare(program: messages.Program) -> None:
+    """Compile a script while there is time. It is looked at again when it is to run: who mends it gets what is there
+    then."""
+    global _compiled
+    if isinstance(program, messages.Script):
+        path = os.path.abspath(messages.native(program.path))
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # then that is said when it runs
+            was = _looks(path)
+            _compiled = path, was, _compile(path)
+
+
+def _compile(path: str) -> types.CodeType:
+    with io.open_code(path) as source:
+        return compile(source.read(), path, "exec", dont_inherit=True)  # not this file's __future__
+
+
+def _looks(path: str) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def run(program: messages.Program, rank: int) -> None:
@@ -47,9 +77,13 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
     main.__file__ = path
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    with io.open_code(path) as source:
-        code = compile(source.read(), path, "exec", dont_inherit=True)  # not this file's __future__
-    exec(code, main.__dict__)
+    exec(_code(path), main.__dict__)
+
+
+def _code(path: str) -> types.CodeType:
+    if _compiled is not None and _compiled[:2] == (path, _looks(path)):
+        return _compiled[2]
+    return _compile(path)
 
 
 def _is_archive(path: str) -> bool:
@@ -99,11 +133,12 @@ def _new_main() -> types.ModuleType:
     return main
 
 
-def installed_modules(since: set[str]) -> tuple[str, ...]:
-    """The installed modules imported since, in order. The user's own files are not among them: they may read the rank
+def installed_modules() -> tuple[str, ...]:
+    """The installed modules imported since the fork, in order. The user's own files are not among them: they may read the rank
     from the environment as they are imported, and they may change between two worlds."""
     roots = _installed_roots()
-    return tuple(name for name, module in list(sys.modules.items()) if name not in since and _under(module, roots))
+    new = [(name, module) for name, module in list(sys.modules.items()) if name not in _preloaded]
+    return tuple(name for name, module in new if _under(module, roots))
 
 
 def _installed_roots() -> tuple[str, ...]:

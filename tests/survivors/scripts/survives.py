@@ -166,6 +166,7 @@ def main() -> nn.Module:
     parser.add_argument("--inner", action="store_true", help="attached is what is in DDP, not DDP")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
+    parser.add_argument("--save-epochs", type=int, default=0)
     parser.add_argument("--raises", type=int, default=-1, help="the rank whose hook does")
     args = parser.parse_args()
     kills = Kills(args.kills)
@@ -190,8 +191,9 @@ def main() -> nn.Module:
     data = torch.randn(args.steps * 16, WIDTH)
     dataset = TensorDataset(data, data.roll(1, dims=1).sin(), torch.arange(len(data)))
     run = holdfast.init(
-        save_epochs=0, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays), memory_every=2
-    )
+        save_epochs=args.save_epochs, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays),
+        memory_every=2,
+    )  # fmt: skip
     run.attach(
         model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills), **others
     )
