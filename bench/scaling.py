@@ -90,7 +90,7 @@ def _agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CHECKPOINT_DIR": str(folder / "saved")}
     with open(folder / f"err.{number}", "wb") as err:
         return subprocess.Popen(
-            [*command, str(survivors.OWN), str(folder)], env=env, stdout=subprocess.DEVNULL, stderr=err
+            [*command, str(survivors.SCRIPT), str(folder)], env=env, stdout=subprocess.DEVNULL, stderr=err
         )
 
 

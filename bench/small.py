@@ -1,10 +1,13 @@
-"""The training that is disturbed: a small model, a few milliseconds a step, each noted in a file."""
+"""The training that is disturbed: a small model, a few milliseconds a step, each noted in a file. As a script it trains
+by `run.batches` and `run.step`, as fast as it can for as long as it may."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,3 +41,33 @@ class Log:
             self._rank = rank
             self._file = os.open(self._folder / f"steps.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(self._file, b"%d %d %d %d\n" % (time.monotonic_ns(), generation, step, os.getpid()))
+
+
+def train(folder: Path) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import TensorDataset
+
+    import holdfast
+
+    dist.init_process_group("gloo")
+    dataset = TensorDataset(*data())
+    wrapped = DistributedDataParallel(model())
+    adam = optimizer(wrapped)
+    run = holdfast.init(save_epochs=0, health_check_steps=0, stays=os.environ.get("STAYS") != "0")
+    run.attach(model=wrapped, optimizer=adam)
+    log, pause_s = Log(folder), float(os.environ.get("PAUSE_S", PAUSE_S))
+    for x, y in run.batches(dataset, BATCH, epochs=1_000_000):
+        before, generation = run.steps_done, run.generation
+        loss: Any = nn.functional.mse_loss(wrapped(x), y)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        run.step(loss=loss)
+        if run.steps_done > before:  # in that world, even if it is in the next one by now: by this rank, or by another
+            log.step(run.rank, generation, run.steps_done)
+        time.sleep(pause_s)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))

@@ -1,8 +1,8 @@
 """A rank is killed, and the others stay: from SIGKILL to the next step on all ranks, and how many steps that costs.
 
 `python -m bench.survivors`: 2 and 4 ranks, with a process that is forked when it is needed, and with one that stands
-by. `--kills` of each, at random moments from a seed. CPU, gloo. A step is lost if it is done twice. This file is the
-script, too."""
+by. `--kills` of each, at random moments from a seed. CPU, gloo. A step is lost if it is done twice. The script is
+`bench/small.py`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.launchers import ROOT, holdfast, table, versions
 
-OWN = Path(__file__).resolve()
+SCRIPT = ROOT / "bench" / "small.py"
 START_S, BACK_S = 60.0, 60.0
 ASKED_MS = 60.0
 
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def measure(
-    name: str, ranks: int, flags: list[str], kills: int, seed: int, script: Path = OWN, pause_s: float = 0.0
+    name: str, ranks: int, flags: list[str], kills: int, seed: int, script: Path = SCRIPT, pause_s: float = 0.0
 ) -> Measured:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as where, job(Path(where), ranks, flags, script) as process:
@@ -133,7 +133,7 @@ def measure(
 
 @contextlib.contextmanager
 def job(
-    folder: Path, ranks: int, flags: list[str], script: Path = OWN, **more_env: str
+    folder: Path, ranks: int, flags: list[str], script: Path = SCRIPT, **more_env: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [*holdfast().command, f"--nproc-per-node={ranks}", "--max-restarts=1000000", *flags, str(script)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -152,39 +152,5 @@ def job(
             process.wait()
 
 
-# -- the script -------------------------------------------------------------------------------------------------------
-
-
-def train(folder: Path) -> None:
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import TensorDataset
-
-    import holdfast as package
-    from bench import small
-
-    dist.init_process_group("gloo")
-    dataset = TensorDataset(*small.data())
-    model = DistributedDataParallel(small.model())
-    optimizer = small.optimizer(model)
-    run = package.init(save_epochs=0, health_check_steps=0, stays=os.environ.get("STAYS") != "0")
-    run.attach(model=model, optimizer=optimizer)
-    log, pause_s = small.Log(folder), float(os.environ.get("PAUSE_S", small.PAUSE_S))
-    for x, y in run.batches(dataset, small.BATCH, epochs=1_000_000):
-        before, generation = run.steps_done, run.generation
-        loss: Any = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.step(loss=loss)
-        if run.steps_done > before:  # in that world, even if it is in the next one by now: by this rank, or by another
-            log.step(run.rank, generation, run.steps_done)
-        time.sleep(pause_s)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and os.path.isdir(sys.argv[1]):
-        train(Path(sys.argv[1]))
-    else:
-        main()
+    main()

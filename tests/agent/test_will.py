@@ -56,6 +56,13 @@ def test_the_newest_is_kept(order: tuple[int, int], will: Will, file: Callable[[
     assert text(will) == "8"
 
 
+def test_that_of_a_later_world_is_newer(will: Will, file: Callable[[str], int]) -> None:
+    """Also where that has got no further: the earlier one is forgotten when a later world has stepped."""
+    will.keep(os.getpid(), file("early"), 3, 7)
+    will.keep(os.getpid(), file("late"), 4, 7)
+    assert text(will) == "late"
+
+
 def test_one_that_cannot_be_opened_takes_nothing_away(will: Will, file: Callable[[str], int]) -> None:
     will.keep(os.getpid(), file("7"), 3, 7)
     will.keep(os.getpid(), 1 << 20, 3, 8)
