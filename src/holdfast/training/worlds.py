@@ -70,9 +70,9 @@ class Worlds:
         """This one is over. Leave it, and go on in the next one, after the last step that was done."""
         survives = self.survival
         assert survives is not None
-        mine = self._offer()
+        self._carried = self._offer()
         survives.undo()
-        self._carried, self.touched = mine, False
+        self.touched = False
         while True:
             assert self.checkpointer is not None
             self.checkpointer.abandon()
@@ -80,7 +80,7 @@ class Worlds:
             try:
                 survives.join()
                 self._run.take_place()
-                self._enter(mine)
+                self._enter(self._offer())
                 survives.step_done()
                 self._carried = None
                 return
@@ -88,7 +88,6 @@ class Worlds:
                 if not survives.outlives(failure):
                     raise
                 failure.__traceback__ = None
-            mine = UNFIT if self._torn else self._carried
 
     # -- the state ----------------------------------------------------------------------------------------------------
 

@@ -134,8 +134,8 @@ def _new_main() -> types.ModuleType:
 
 
 def installed_modules() -> tuple[str, ...]:
-    """The installed modules imported since the fork, in order. The user's own files are not among them: they may read the rank
-    from the environment as they are imported, and they may change between two worlds."""
+    """The installed modules imported since the fork, in order. The user's own files are not among them: they may read
+    the rank from the environment as they are imported, and they may change between two worlds."""
     roots = _installed_roots()
     new = [(name, module) for name, module in list(sys.modules.items()) if name not in _preloaded]
     return tuple(name for name, module in new if _under(module, roots))
