@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.training import rebuilding
@@ -47,10 +49,34 @@ def test_shards_of_all_ranks_in_a_row_do_not_hinder() -> None:
     assert hinders(model) == ""
 
 
-def test_a_mesh_of_two_dimensions() -> None:
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_mesh_of_two_dimensions(monkeypatch: pytest.MonkeyPatch, noted: bool) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    if noted:
+        monkeypatch.setattr(device_mesh, "new_group", groups._watched("new_group", dist.new_group))
     model = nn.Linear(2, 2)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
-    assert hinders(model).startswith("shards on a mesh that is not all ranks in a row cannot be given another")
+    # By another name each time: torch has a cache of meshes, by which one can be that of an earlier world.
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=(f"replicate {noted}", "shard")))
+    said = "shards on a mesh that is not all ranks, or not made by new_group(), cannot be given another process group"
+    assert hinders(model) == ("" if noted else said)
+
+
+def test_a_mesh_of_a_part_of_the_ranks() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    model = nn.Linear(2, 2)
+    group = dist.new_group([0])
+    assert handles.keep(dist.new_group, ([0],), {}, group)
+    fully_shard(model, mesh=device_mesh.DeviceMesh.from_group(group, "cpu"))
+    assert hinders(model).startswith("shards on a mesh that is not all ranks")
+
+
+def test_tensor_parallelism_under_shards() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Linear(2, 2), mesh["tensor"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["data"])
+    assert hinders(model).startswith("shards that are not of fully_shard (tensor parallelism, say)")
 
 
 def test_tensor_parallelism_alone() -> None:

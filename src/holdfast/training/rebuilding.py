@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +58,7 @@ def _has_own_group(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
     for value in others:
         if getattr(value, "process_group", None) is not None:
             return f"a {type(value).__name__}, which has a process group,"
+    fully_sharded = {group.mesh_info.mesh for part in _parts(modules) for group in _param_groups(part)}
     for part in _parts(modules):
         wraps = isinstance(part, DistributedDataParallel) and part.process_group.group_name != default
         if wraps and not handles.is_kept(part.process_group):  # made by split_group, or with options
@@ -64,13 +66,20 @@ def _has_own_group(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             own = part.parameters(recurse=False)
             meshes = {parameter.device_mesh for parameter in own if isinstance(parameter, DTensor)}
-            if any(mesh.ndim != 1 or mesh.get_group().group_name != default for mesh in meshes):
-                return "shards on a mesh that is not all ranks in a row"
+            if not all(map(_comes_back, meshes)):
+                return "shards on a mesh that is not all ranks, or not made by new_group(),"
             if not hasattr(FSDPModule, "reset_iter_state"):
                 return "shards of this version of torch (2.13 has FSDPModule.reset_iter_state)"
-            if not any(isinstance(module, FSDPModule) for module in modules):
+            if not meshes <= fully_sharded:  # others are filled by collectives, in which a new rank would be alone
                 return "shards that are not of fully_shard (tensor parallelism, say)"
     return ""
+
+
+def _comes_back(mesh: DeviceMesh) -> bool:
+    """Whether it is of all ranks, and each of its groups is there in the next world."""
+    default = c10d._get_default_group()
+    own = [each for each in mesh.get_all_groups() if each is not default]
+    return mesh.size() == default.size() and all(map(handles.is_kept, own))
 
 
 def release(modules: Iterable[nn.Module]) -> None:
@@ -95,8 +104,10 @@ def renew(modules: Iterable[nn.Module]) -> None:
         for group in _param_groups(part):
             for info in (group.mesh_info, group.post_forward_mesh_info):
                 if info is not None:
+                    known = info.mesh._get_root_mesh()._pg_registry
                     for name in info.mesh._dim_group_names:
-                        info.mesh._get_root_mesh()._pg_registry[name] = c10d._get_default_group()
+                        if not handles.is_kept(known.get(name)):
+                            known[name] = c10d._get_default_group()
                     info.__post_init__()
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -39,6 +41,10 @@ def made(model: nn.Module) -> tuple[nn.Module, list[dist.ProcessGroup], list[dis
     """The model, the groups in which its gradients are summed up, one after the other, and one for nothing."""
     if how == "ddp":
         return DistributedDataParallel(model, process_group=dist.new_group()), [], []
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        return model, [], []
     if how == "row":
         return model, [init_device_mesh("cpu", (4,)).get_group()], []
     if how == "mesh":
@@ -93,7 +99,8 @@ run.train(train)
 first, *later = had.values()
 while later and any(now > then for now, then in zip(held(), first, strict=True)):
     time.sleep(0.01)  # what is left of other worlds ends in threads of its own
+weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
 if run.rank_zero:
-    torch.save([parameter.detach() for parameter in model.parameters()], out / "weights.pt")
+    torch.save([each.detach() for each in weights], out / "weights.pt")
 run.close()
 dist.destroy_process_group()
