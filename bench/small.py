@@ -1,5 +1,5 @@
 """The training that is disturbed: a small model, a few milliseconds a step, each noted in a file. As a script it trains
-by `run.batches` and `run.step`, as fast as it can for as long as it may."""
+by `run.batches` and `run.step`, or with `LOOP=hand` as one does without, as fast as it can for as long as it may."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    hidden = int(os.environ.get("HIDDEN", "256"))
+    return nn.Sequential(nn.Linear(64, hidden), nn.GELU(), nn.Linear(hidden, 64))
 
 
 def optimizer(of: nn.Module) -> torch.optim.Optimizer:
@@ -69,5 +70,30 @@ def train(folder: Path) -> None:
         time.sleep(pause_s)
 
 
+def train_by_hand(folder: Path) -> None:
+    """Until it is ended."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    dist.init_process_group("gloo")
+    dataset = TensorDataset(*data())
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
+    loader = DataLoader(dataset, BATCH // dist.get_world_size(), sampler=sampler, drop_last=True)
+    wrapped = DistributedDataParallel(model())
+    adam = optimizer(wrapped)
+    log, step = Log(folder), 0
+    for epoch in range(1_000_000):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss: Any = nn.functional.mse_loss(wrapped(x), y)
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            step += 1
+            log.step(dist.get_rank(), 0, step)
+
+
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    (train_by_hand if os.environ.get("LOOP") == "hand" else train)(Path(sys.argv[1]))
