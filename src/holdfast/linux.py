@@ -110,6 +110,14 @@ def state(pid: int) -> str:
         return ""
 
 
+def waited_s(thread: int) -> float:
+    """How long a thread of this process has waited for a core, in all; 0 where the kernel does not count that."""
+    try:
+        return int(read(f"/proc/self/task/{thread}/schedstat").split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def signal_all(pids: Iterable[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):

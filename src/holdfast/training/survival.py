@@ -79,7 +79,7 @@ class Survival:
         self._mark: Mark | None = None
         self._beside = Beside()
         self.bequeath: Callable[[], tuple[int, int] | None] = lambda: None  # a file, and the step that is in it
-        self._main = time.pthread_getcpuclockid(threading.get_ident())
+        self._main, self._thread = time.pthread_getcpuclockid(threading.get_ident()), threading.get_native_id()
         self._worked_s = 0.0
         self._late = 0
         self._will = -1  # the file, if one had to be left: then this process ends
@@ -103,18 +103,19 @@ class Survival:
         words = self._place.beacon.words
         while words[STEPS] < steps and not self.doomed and time.monotonic() < until_s:
             time.sleep(LAST_S / 100)
-        self._late, self._worked_s = 0, time.clock_gettime(self._main)
+        self._late, self._worked_s = 0, self._awake_s()
         groups.abort(store=self._joins)  # who makes a group waits at the store for somebody who may never come
 
     def _is_late(self) -> None:
         """The training's thread is stuck if it has done nothing since it was last looked at, with all that it could
         wait for gone: then it will not leave, and its state has to without it. So it does if that is in a long step."""
         self._late += 1
-        before_s, self._worked_s = self._worked_s, time.clock_gettime(self._main)
+        before_s, self._worked_s = self._worked_s, self._awake_s()
         if self._late == 1:
             groups.abort(store=True)
         # One that waits for its GPU does nothing, either, and gets out when that is done.
         idle = self._worked_s - before_s < IDLE_S and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        idle = idle and linux.state(self._thread) not in ("R", "D")  # it waits for a core now, or for a disk
         if self._late > 1 and self._will < 0 and (idle or self._late >= BUSY):
             here, generation = self._place, self._place.generation
             if (will := self.bequeath()) is None:
@@ -125,6 +126,10 @@ class Survival:
                     return
                 self._will = will[0]
                 here.report(messages.Bequeathed(here.rank, generation, *will))  # and is ended now
+
+    def _awake_s(self) -> float:
+        """For so long the training's thread has had something to do: on a busy machine it may get no core for it."""
+        return time.clock_gettime(self._main) + linux.waited_s(self._thread)
 
     # In the training's:
 
