@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -57,6 +58,11 @@ class News:
         if self._fd in ready:
             self._read()
 
+    def read_rest(self) -> None:
+        """What is there already."""
+        while select.select([self._fd], [], [], 0)[0]:
+            self._read()
+
     def _read(self) -> None:
         *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
         self.seen += [json.loads(line) for line in lines]
@@ -107,6 +113,7 @@ class Job:
             if left_s <= 0:
                 raise AssertionError(f"still running after {wait_s} s; stderr so far:\n{self.err}")
             self.news.read_until_exit(self._process.pid, left_s)
+        self.news.read_rest()
         return code
 
     def run(self, script: str | Path, *args: str, **options: Any) -> int:
@@ -173,7 +180,7 @@ class Job:
                 return found[0]
             self.news.wait(lambda line: "step" in line)
 
-    def leftovers(self, within_s: float = 1.0) -> list[str]:
+    def leftovers(self, within_s: float = 5.0) -> list[str]:
         """What is still alive of the job after so long: nothing, one hopes."""
         until = time.monotonic() + within_s
         while found := self.processes():
@@ -190,7 +197,8 @@ class Job:
             self._process.wait()
         self.leftovers()
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _wait_for_exit(pid: int, wait_s: float) -> None:

@@ -9,7 +9,6 @@ import os
 import random
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.net import Net
+from ports import free_port
 
 TRAINS_ELASTIC = Path(__file__).parent / "scripts" / "trains_elastic.py"
 HOLDFAST = (sys.executable, "-m", "holdfast", "run")
@@ -36,6 +36,7 @@ class News:
         self._fd = os.open(path, os.O_RDWR)  # read-write, so that it is never at its end
         self.seen: list[Line] = []
         self._taken = 0
+        self._marks = 0
         self._more = threading.Condition()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -56,6 +57,13 @@ class News:
         with self._more:
             self._taken = len(self.seen)
 
+    def read_rest(self) -> None:
+        """Wait for what is there already: a line of our own comes after it."""
+        mine = self._marks + 1
+        os.write(self._fd, b"null\n")
+        with self._more:
+            assert self._more.wait_for(lambda: self._marks >= mine, WAIT_S)
+
     def close(self) -> None:
         os.write(self._fd, b"\n")
         self._thread.join()
@@ -65,7 +73,10 @@ class News:
         with open(self._fd, "rb", closefd=False) as lines:
             for line in iter(lines.readline, b"\n"):
                 with self._more:
-                    self.seen.append(json.loads(line))
+                    if (said := json.loads(line)) is None:
+                        self._marks += 1
+                    else:
+                        self.seen.append(said)
                     self._more.notify_all()
 
 
@@ -90,7 +101,7 @@ class Cluster:
         self.net = net
         self.mark = uuid.uuid4().hex
         self.program: tuple[str, ...] = HOLDFAST
-        self.port = 29400 if net is not None else _free_port()
+        self.port = 29400 if net is not None else free_port()
         self.news = News(folder / "news")
         self._loopback = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
         self._starts: dict[int, list[Start]] = {}
@@ -212,9 +223,11 @@ class Cluster:
     def wait_exit(self, i: int, timeout_s: float = WAIT_S) -> int:
         """The exit code of a node's agent."""
         try:
-            return int(self.process(i).wait(timeout_s))
+            code = int(self.process(i).wait(timeout_s))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"node {i} still runs after {timeout_s} s\n{self._state()}") from None
+        self.news.read_rest()
+        return code
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +286,7 @@ class Cluster:
                     found[int(entry)] = title.replace(b"\0", b" ").decode(errors="replace").strip()
         return found
 
-    def leftovers(self, within_s: float = 1.0) -> list[str]:
+    def leftovers(self, within_s: float = 5.0) -> list[str]:
         """What is still alive of all nodes after so long: nothing, one hopes."""
         until = time.monotonic() + within_s
         while found := self.processes():
@@ -334,15 +347,6 @@ class Cluster:
 
 
 MakeCluster = Callable[..., Cluster]  # the fixture `cluster`: with a Net or without
-
-
-def _free_port() -> int:
-    """One below those that the kernel gives to outgoing connections, so that none of them takes it meanwhile."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
 
 
 def _kill(pids: dict[int, str]) -> None:

@@ -50,6 +50,12 @@ def coordinator(etcd: Etcd, job: Job) -> int | None:
     return int(leader["addr"].rpartition(".")[2]) - 1 if leader else None
 
 
+def keys(etcd: Etcd, job: Job) -> dict[str, bytes]:
+    """That etcd has of the job, as it first answers."""
+    [found] = wait_for(lambda: [etcd.keys(f"/holdfast/{job.run_id}/")])
+    return dict(found)
+
+
 def start_with_coordinator(etcd: Etcd, job: Job, first: int, *others: int) -> None:
     job.start(first)
     wait_for(lambda: coordinator(etcd, job) == first)
@@ -66,11 +72,11 @@ def test_a_job_runs_while_members_of_etcd_die_and_leaves_no_key(etcd: Etcd, make
     again = job.wait_generation(1, 0, 1)
     assert {line[RESTARTS] for line in again.values()} == {1}
     etcd.heal()
-    assert etcd.keys(f"/holdfast/{job.run_id}/") != {}
+    assert keys(etcd, job) != {}
     job.release()
     assert job.ends(0, 1) == [0, 0]
     assert job.causes(0) == job.causes(1)
-    assert etcd.keys(f"/holdfast/{job.run_id}/") == {}
+    assert keys(etcd, job) == {}
     assert job.cluster.leftovers() == []
 
 
@@ -90,7 +96,7 @@ def test_a_coordinator_that_only_stands_by_may_die_and_no_rank_stops(etcd: Etcd,
     assert {line[RESTARTS] for line in replaced.values()} == {1}
     job.release()
     assert job.ends(2, 3) == [0, 0]
-    assert etcd.keys(f"/holdfast/{job.run_id}/") == {}
+    assert keys(etcd, job) == {}
     assert job.cluster.leftovers() == []
 
 

@@ -39,7 +39,7 @@ def test_the_coordinators_record_has_the_lines_of_all_nodes_once(cluster: MakeCl
     assert state.incidents[1].rank == 1 and state.phase == "succeeded"
     exits = [noted.at_s for noted in lines(pair.run_dir(0)) if isinstance(noted.what, record.RankExited)]
     killed_s = state.at(state.incidents[1].failed_at_s)
-    assert min(abs(at_s - killed_s) for at_s in exits) < 1.0, "times of both are on one clock"
+    assert min(abs(at_s - killed_s) for at_s in exits) < 10.0, "times of both are on one clock"
 
 
 def test_a_coordinator_that_trains_is_waited_for_and_has_the_whole_jobs_clock(

@@ -8,10 +8,8 @@ import contextlib
 import functools
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -23,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ports import free_port
 
 DEADLINE_S = 20.0
 
@@ -74,7 +74,7 @@ class Cluster:
         if certificates is not None:
             self._tls = ssl.create_default_context(cafile=certificates.ca)
             self._tls.load_cert_chain(certificates.client, certificates.key)
-        ports = _free_ports(2 * size)
+        ports = [free_port() for _ in range(2 * size)]
         self.ports, self._peer_ports = ports[:size], ports[size:]
         self._processes: list[subprocess.Popen[bytes]] = [self._spawn(member) for member in range(size)]
         self.wait_healthy()
@@ -184,7 +184,7 @@ class Cluster:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Authorization": token} if token else {})
         handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self._tls))
-        with urllib.request.build_opener(*handlers).open(request, timeout=1.0) as response:
+        with urllib.request.build_opener(*handlers).open(request, timeout=5.0) as response:
             answer: bytes = response.read()
             return answer
 
@@ -203,18 +203,6 @@ def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool] = bool) -> An
                 return seen
         assert time.monotonic() < until, f"not within {DEADLINE_S} s; last seen: {seen}"
         time.sleep(0.02)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Below the ports that the kernel gives to whoever asks for any: a killed member finds its own again."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            if port not in ports:
-                ports.append(port)
-    return ports
 
 
 class Relay:

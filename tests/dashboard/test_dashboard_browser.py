@@ -18,6 +18,7 @@ from holdfast.control.causes import Kind
 from holdfast.control.incidents import Follower
 from holdfast.control.stacks import Group
 from holdfast.observe import record
+from ports import free_port
 
 # Of the timeline, in the middle of its bar, so many seconds after the start of a job of 3110 s.
 PIXEL = (
@@ -142,7 +143,7 @@ def test_an_end_on_request_is_no_failure(tab: Tab, tmp_path: Path, open_page: Op
 def test_it_finds_the_server_again(tab: Tab, tmp_path: Path, open_page: Open, how: int, seen: str) -> None:
     made = Made(tmp_path / "job_ab")
     made.start([LEAD], 1)
-    page = open_page(made.run_dir)
+    page = open_page(made.run_dir, "--listen", str(free_port()))
     see(tab, page)
     page.process.send_signal(how)
     tab.until(f"document.querySelector('#line').dataset.is === '{seen}'")

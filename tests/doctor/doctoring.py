@@ -65,7 +65,9 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return kept | {"XDG_CONFIG_HOME": str(folder / "config"), "OMP_NUM_THREADS": "1", **more}
 
 
-def examine(folder: Path, *flags: str, after: str = "", inside: bool = False, env: Env | None = None) -> Report:
+def examine(
+    folder: Path, *flags: str, after: str = "", inside: bool = False, env: Env | None = None, wait_s: float = WAIT_S
+) -> Report:
     """What it reports. `after` is what a shell does before, in namespaces of its own if `inside`."""
     line = f"{after}\nexec {shlex.join(command('--json', *flags))}"
     ran = subprocess.run(
@@ -73,7 +75,7 @@ def examine(folder: Path, *flags: str, after: str = "", inside: bool = False, en
         env=environment(folder, **(env or {})),
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=wait_s,
     )
     assert ran.returncode in (0, 1), ran.stderr
     report = msgspec.json.decode(ran.stdout, type=Report)

@@ -22,6 +22,7 @@ from holdfast.doctor.finding import Finding
 from holdfast.doctor.serving import Server
 from holdfast.wire import peer as wire
 from holdfast.wire.secret import load
+from ports import free_port
 
 SECRET = "the secret of these two nodes"
 OTHER = "another secret altogether"
@@ -58,9 +59,7 @@ class Unreachable(Server):
     """It tries to connect back, and there is nobody at that port."""
 
     async def _meet(self, caller: wire.Peer, hello: encounter.Hello) -> None:
-        with socket.create_server((HOST, 0)) as closed:
-            port = closed.getsockname()[1]
-        await super()._meet(caller, msgspec.structs.replace(hello, back_port=port))
+        await super()._meet(caller, msgspec.structs.replace(hello, back_port=free_port()))
 
 
 def changed(kind: type[msgspec.Struct], **fields: Any) -> Change:
@@ -146,13 +145,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         ports |= {"deaf": deaf.getsockname()[1], "ssh": ssh.getsockname()[1]}
         other = threading.Thread(target=rude, args=(ssh,))
         other.start()
-        with socket.create_server((HOST, 0)) as closed:
-            ports["nobody"] = closed.getsockname()[1]
+        ports["nobody"] = free_port()
         peers = [f"{HOST}:{port}" for port in ports.values()] + ["no-such-host.invalid:29400"]
         try:
-            report = examine(
-                folder, "--only", "peer", "--limit", "20", "--peer", *peers, env={"HOLDFAST_SECRET": SECRET}
-            )
+            flags = ("--only", "peer", "--limit", "60", "--peer", *peers)
+            report = examine(folder, *flags, env={"HOLDFAST_SECRET": SECRET}, wait_s=100.0)
         finally:
             for server in all_servers.values():
                 loop.call_soon_threadsafe(server.close)
@@ -211,8 +208,7 @@ def test_a_peer_that_would_move_the_cursor(found: Callable[[str], Finding]) -> N
 
 def serving(folder: Path, *flags: str, **more: str) -> tuple[subprocess.Popen[str], int]:
     """A doctor that serves, and its port."""
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         command("--serve", f"{HOST}:{port}", *flags), env=environment(folder, **more), stdout=subprocess.PIPE, text=True
     )

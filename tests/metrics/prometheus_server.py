@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ import pytest
 
 from holdfast import linux
 from holdfast.observe.metrics import CONTENT_TYPE
+from ports import free_port
 
 RULES = Path(__file__).resolve().parents[2] / "monitoring" / "holdfast.rules.yml"
 DEADLINE_S = 30.0
@@ -94,8 +94,7 @@ class Prometheus:
         # What an alert waits for is shortened, and nothing else.
         shortened = re.sub(r"for: \d+m\b", "for: 1s", RULES.read_text())
         folder.joinpath("rules.yml").write_text(shortened)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        port = free_port()
         self._address = f"http://127.0.0.1:{port}"
         self._log = folder / "log"
         command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]

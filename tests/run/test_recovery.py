@@ -210,7 +210,7 @@ def test_nothing_is_left_of_a_killed_agent(job: Job) -> None:
     assert blocks <= set(os.listdir("/dev/shm"))
     assert len(job.processes()) > 5
     os.kill(job.pid, signal.SIGKILL)
-    assert job.leftovers(within_s=1.0) == []
+    assert job.leftovers() == []
     assert blocks & set(os.listdir("/dev/shm")) == set()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import linux
+from ports import free_port
 
 NODES = ("n1", "n2", "n3")
 DEADLINE_S = 60.0
@@ -74,7 +75,7 @@ class Slurm:
     def _configure(self) -> None:
         (self.folder / "state").mkdir(parents=True)
         os.chmod(self.folder, 0o755)  # munge wants to know that nobody else writes here
-        ports = _free_ports(1 + len(NODES))
+        ports = [free_port() for _ in range(1 + len(NODES))]
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.1.{at + 1} Port={ports[at + 1]} CPUs=2 RealMemory=2000"
@@ -169,15 +170,6 @@ _MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": 
 
 def _find(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def _until(happens: Callable[[], bool], what: str) -> None:

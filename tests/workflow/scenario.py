@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from ports import free_port
 
 HERE = Path(__file__).resolve().parent / "seed"
 EXAMPLES = HERE.parents[2] / "examples" / "workflow"
@@ -18,14 +19,8 @@ EPOCHS, FAIL_AT = 8, 4
 def values(folder: Path, steps: Path, launcher: str) -> list[str]:
     return [
         *("--set", f"upload_location=file://{folder}/up", f"steps={steps}", f"n_epochs={EPOCHS}"),
-        *(f"fail_at={FAIL_AT}", f"launcher={launcher}", f"master_port={_free_port()}"),
+        *(f"fail_at={FAIL_AT}", f"launcher={launcher}", f"master_port={free_port()}"),
     ]
-
-
-def _free_port() -> int:
-    """Other tests run beside this one."""
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
