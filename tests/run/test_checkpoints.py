@@ -62,7 +62,8 @@ def test_killed_ranks_lose_no_step(job: Job, undisturbed: dict[int, str]) -> Non
     faults = [fault(chance.randrange(2), step, how, n) for n, (step, how) in enumerate(zip(steps, hows, strict=True))]
     assert job.run(SAVES, str(STEPS), *faults, max_restarts=5) == 0, job.err
     first, *later = restored(job.news.seen)
-    assert first == (0, 0, "") and later[0] == (1, steps[0], "memory") and len(later) == 5
+    # A copy is waited for before the optimizer steps: whoever was still in its backward may have the one before.
+    assert first == (0, 0, "") and later[0] in [(1, steps[0] - lost, "memory") for lost in (0, 1)] and len(later) == 5
     # While what the last world has left is being written there is room for one, not two: who dies as the next takes its
     # place goes on from the one before, in memory or as a checkpoint. Only with steps that are shorter than a write.
     went_on = [step for _, step, _ in later]
@@ -70,7 +71,7 @@ def test_killed_ranks_lose_no_step(job: Job, undisturbed: dict[int, str]) -> Non
     assert all(name == "memory" or (step in went_on[: n - 1] and name == f"step_{step:08d}") for n, step, name in later)
     assert digests(job.news.seen) == undisturbed
     saved = [event["step"] for event in job.events("checkpoint.persisted")]
-    assert saved[-1] == went_on[-1] and set(saved) <= set(went_on)  # none that came too late: a newer one was there
+    assert max(saved) == went_on[-1] and set(saved) <= set(went_on)  # none that came too late: a newer one was there
     assert checkpoints(job.folder / "checkpoints") == [f"step_{step:08d}" for step in sorted(saved)]
     assert "goes on from step" in job.err
     assert job.leftovers() == []

@@ -170,9 +170,11 @@ def test_at_the_interpreters_exit(job: Job) -> None:
 
 
 def test_a_world_that_hangs_before_its_first_step_is_restarted_too(job: Job) -> None:
-    """How long a first step takes was learned in the world before."""
+    """How long a first step takes was learned in the world before: ten times that, and the pace makes it two seconds
+    for the others."""
     faults = [fault("killed"), fault("sleep", step=0, generations=(1,))]
-    assert job.run(HANGS, "12", *faults, max_restarts=2, flags=("--hang-floor=0.25", "--ft-safety-factor=50")) == 0
+    flags = ("--hang-floor=0.25", "--ft-safety-factor=10")
+    assert job.run(HANGS, "12", *faults, max_restarts=2, flags=flags, env={"PACE_S": "0.2"}) == 0
     assert [incident["kind"] for incident in job.incidents()] == ["signal", "hang"]
     assert job.incidents()[1]["headline"].startswith("no first step for ")
     assert job.incidents()[1]["suspects"] == [1]

@@ -23,10 +23,10 @@ client.init_workload_monitoring()
 on, step = torch.ones(1), 0
 while on:
     slow = os.path.exists(os.path.join(here, "slow"))
-    time.sleep(0.05 if slow and rank == 1 else 0.01)
+    time.sleep(0.1 if slow and rank == 1 else 0.01)
     model(torch.ones(2, 4)).sum().backward()
     with client.section("after"):
-        time.sleep(0.05 if slow and rank == 2 else 0.01)
+        time.sleep(0.1 if slow and rank == 2 else 0.01)
     optimizer.step()
     optimizer.zero_grad()
     step += 1
@@ -48,15 +48,14 @@ def test_slow_ones_are_found_and_told_when_they_are_slow_no_longer(job: Job) -> 
     for name in ("on", "slow"):
         (job.folder / name).touch()
     job.start(script, nproc=3)
-    wait_events(job, "straggler.found", 2)
+    wait_ranks(job, "straggler.found", {1, 2})
     (job.folder / "slow").unlink()
-    wait_events(job, "straggler.gone", 2)
+    wait_ranks(job, "straggler.gone", {1, 2})
     (job.folder / "on").unlink()
     assert job.wait() == 0
-    found = job.events("straggler.found")
-    assert {each["rank"]: each["by"] for each in found} == {1: "step", 2: "section"}
+    found = job.events("straggler.found")  # on a busy machine, others may be among them, too
+    assert {(each["rank"], each["by"]) for each in found} >= {(1, "step"), (2, "section")}
     assert all(each["score"] > 1.3 and each["own_s"] > each["typical_s"] for each in found)
-    assert sorted(gone["rank"] for gone in job.events("straggler.gone")) == [1, 2]
     assert re.search("rank 1 holds the others up: it needs .* ms a step for itself, the others ", job.err)
     assert re.search("rank 2 holds the others up: it needs .* ms a step in its sections, the others ", job.err)
     assert "rank 1 is as fast as the others again" in job.err
@@ -68,7 +67,8 @@ def test_slow_ones_are_found_and_told_when_they_are_slow_no_longer(job: Job) -> 
     assert all(len(event["own_us"]) == 3 for event in job.events("progress"))
 
 
-def wait_events(job: Job, name: str, count: int) -> None:
+def wait_ranks(job: Job, name: str, ranks: set[int]) -> None:
+    """There has been such an event of each of them."""
     job.news.wait(lambda line: "step" in line)
-    while len(job.events(name)) < count:
+    while not ranks <= {event["rank"] for event in job.events(name)}:
         job.news.wait(lambda line: "step" in line)

@@ -88,15 +88,15 @@ def test_a_death_before_the_first_heartbeat_does_not_blind_later_monitors(job: J
 
 
 def test_learned_timeouts_outlive_their_world(job: Job) -> None:
-    flags = ("--ft-safety-factor=40", "--ft-rank-section-timeouts=data:9")
+    flags = ("--ft-safety-factor=40", "--ft-rank-section-timeouts=data:900")
     assert job.run(WATCHED, "learns", max_restarts=1, flags=flags) == 0
     told = job.news.seen
     learned = [line["learned"] for line in told if "learned" in line]
     found = {(line["generation"], line["rank"]): line["found"] for line in told if "found" in line}
-    assert found[0, 0]["section"] == {"data": 9}
+    assert found[0, 0]["section"] == {"data": 900}
     assert found[0, 0]["state"] == {"current_timeouts": {}}
     assert learned[0] == learned[1] == found[1, 0] == found[1, 1]
-    assert 40 * 0.06 <= learned[0]["section"]["data"] < 9  # that of the slower rank, and not what was configured
+    assert 40 * 0.06 <= learned[0]["section"]["data"] < 900  # that of the slower rank, and not what was configured
     assert learned[0]["state"]["current_timeouts"]["section"]["calculated_sections"] == ["data"]
     assert causes(job) == [("error", 1)]
 

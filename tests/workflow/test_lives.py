@@ -44,14 +44,17 @@ def until(path: Path) -> None:
 def test_of_many_who_begin_it_one_does(life: Life) -> None:
     shells: list[subprocess.Popen[bytes]] = []
     several = [
-        threading.Thread(target=lambda: shells.append(start(life, "echo x >> $OUT/begun; sleep 0.2; exit 5")))
+        threading.Thread(target=lambda: shells.append(start(life, "echo x >> $OUT/begun; read < $OUT/end; exit 5")))
         for _ in range(8)
     ]
+    os.mkfifo(life.folder.parent / "end")
     for one in several:
         one.start()
     for one in several:
         one.join()
+    until(life.folder.parent / "begun")
     assert life.pid() in [shell.pid for shell in shells]
+    (life.folder.parent / "end").write_text("now\n")
     for shell in shells:
         shell.wait(WAIT_S)
     assert (life.folder.parent / "begun").read_text() == "x\n" and life.code() == 5

@@ -43,16 +43,19 @@ def test_a_task_that_is_rescheduled_goes_on_from_its_checkpoint_on_another_node(
                     echo "$HOLDFAST_ATTEMPT on $HOLDFAST_NODE at {{host:worker}}" >> /tmp/models/steps.part
                     cat /tmp/models/steps.part >> /tmp/models/steps
                     rm /tmp/models/steps.part
-                    sleep 0.3
+                    sleep 0.1
                   done
-                  [ $HOLDFAST_ATTEMPT = 2 ]
+                  [ $HOLDFAST_ATTEMPT = 2 ] || exec sleep 300
             - name: worker
               command: [bash, -c]
-              args: ["sleep 0.5; [ $HOLDFAST_ATTEMPT = 1 ] && exit 3; sleep 100"]
+              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exec sleep 300; until [ -e OUT/go ]; do sleep 0.05; done; exit 3"]
               exitActions: {RESCHEDULE: 3}
     """)
-    code, out, err = here.run("submit", str(path), "--nodes", "3")
-    assert code == 0, out + err
+    runner = here.start("submit", str(path), "--nodes", "3")
+    here.until((here.folder / "up" / "models" / "steps").exists)
+    (here.outside / "go").touch()
+    out, err = runner.communicate(timeout=WAIT_S)
+    assert runner.returncode == 0, out + err
     assert "worker waiting on node-2, attempt 1: rescheduled: exit code 3" in out
     assert "train-1: completed; 2 completed; 1 reschedule" in out
     status = here.status()
@@ -76,15 +79,20 @@ def test_who_is_about_to_say_that_it_is_to_blame_is_waited_for(here: Here) -> No
             - name: master
               lead: true
               command: [bash, -c]
-              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; sleep 0.3; echo -n elsewhere > $HOLDFAST_VERDICT; exit 3"]
+              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; echo -n elsewhere > $HOLDFAST_VERDICT; exit 3"]
               exitActions: {RESCHEDULE: 3}
             - name: worker
               command: [bash, -c]
-              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; sleep 1; echo -n here > $HOLDFAST_VERDICT; exit 3"]
+              args: ["[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; until [ -e OUT/go ]; do sleep 0.05; done;
+                      echo -n here > $HOLDFAST_VERDICT; exit 3"]
               exitActions: {RESCHEDULE: 3}
     """)
-    code, out, err = here.run("submit", str(path), "--nodes", "3")
-    assert code == 0, out + err
+    runner = here.start("submit", str(path), "--nodes", "3")
+    made = here.folder / "workflows" / "train-1" / "standing.json"
+    here.until(lambda: made.exists() and here.states("train-1")["worker"] == "stopping")
+    (here.outside / "go").touch()
+    out, err = runner.communicate(timeout=WAIT_S)
+    assert runner.returncode == 0, out + err
     assert "worker stopping on node-2, attempt 1: begins anew with master" in out
     assert list(here.status()["nodes_set_aside"]) == ["node-2"]
 

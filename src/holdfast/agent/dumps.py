@@ -18,7 +18,7 @@ from holdfast.control import places, stacks
 from holdfast.worker.stacks import STACK_SIGNAL, is_complete
 
 RANK_S = 0.5  # a rank answers in a millisecond; on a machine with ten times more to do than cores, in a hundred
-WORKERS_S = 0.1
+WORKERS_S = 0.5  # as much, for all of a rank's
 MAX_WORKERS = 8
 MAX_DUMP_BYTES = 1 << 20
 QUIET_S = 0.02  # after which a dump is taken for complete
