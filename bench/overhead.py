@@ -29,8 +29,9 @@ class Step(NamedTuple):
     cpu_us: float  # of one rank
 
 
-def measure(seconds: float, **env: str) -> Step:
-    with tempfile.TemporaryDirectory() as where, job(Path(where), 2, [], PAUSE_S="0", **env):
+def measure(seconds: float, env: dict[str, str]) -> Step:
+    more_env = {"PAUSE_S": "0", **env}
+    with tempfile.TemporaryDirectory() as where, job(Path(where), 2, [], more_env=more_env):
         lines = Lines(Path(where), 2)
         if lines.until_beyond(-1, START_S) is None:
             raise SystemExit(f"it did not start:\n{(Path(where) / 'err').read_text()[-2000:]}")
@@ -54,7 +55,7 @@ def main() -> None:
     rows: list[list[str]] = []
     for hidden in args.hidden:
         rounds = [
-            [measure(args.seconds, HIDDEN=str(hidden), **env) for env in WAYS.values()] for _ in range(args.rounds)
+            [measure(args.seconds, {"HIDDEN": str(hidden), **env}) for env in WAYS.values()] for _ in range(args.rounds)
         ]
         rows += _rows(f"a step of {hidden} neurons", [[step.wall_us for step in each] for each in rounds])
         rows += _rows("what a rank computes in it", [[step.cpu_us for step in each] for each in rounds])

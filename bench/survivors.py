@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,12 +133,12 @@ def measure(
 
 @contextlib.contextmanager
 def job(
-    folder: Path, ranks: int, flags: list[str], script: Path = SCRIPT, **more_env: str
+    folder: Path, ranks: int, flags: list[str], script: Path = SCRIPT, more_env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [*holdfast().command, f"--nproc-per-node={ranks}", "--max-restarts=1000000", *flags, str(script)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CHECKPOINT_DIR": str(folder / "saved")}
-    env |= more_env
+    env |= more_env or {}
     with open(folder / "err", "wb") as err:
         process = subprocess.Popen([*command, str(folder)], env=env, stdout=subprocess.DEVNULL, stderr=err)
     try:
