@@ -151,6 +151,8 @@ def test_a_world_of_them_that_comes_to_no_step_is_given_up() -> None:
     for rank in range(3):
         job.ends(rank, -signal.SIGTERM)
     assert not job.worlds[-1].stayed
+    told = every(job.log, Opened)[-1].incident.action
+    assert told.endswith(f"; all ranks are started anew: ranks that stayed did no step within {limit.after_s:g} s")
 
 
 def test_a_job_that_is_told_to_stop_keeps_nobody() -> None:

@@ -476,7 +476,7 @@ class Node(Staying):
             return self._fail(now_s, f"rank {first.rank} failed: {first.headline}")
         if self._all_stepped:
             return []
-        why = f"ranks that stayed did no step within {self._rejoin_s:g} s"
+        self.idle = why = f"ranks that stayed did no step within {self._rejoin_s:g} s"
         self.tries = TRIES
         self.causes += (Cause(Kind.LAUNCHER, why, now_s),)
         return self._fail(now_s, why)

@@ -27,6 +27,7 @@ class Staying(Standing):
     leavers: frozenset[int] = frozenset()  # ranks of it that were told to leave it
     hindered = ""  # why some cannot
     tries = 0
+    idle = ""  # that this world came to no step in time
     stumbles: tuple[Cause, ...] = ()
     started_at_s = 0.0
     start_s = 0.0  # what it takes from there to the first step of all
@@ -35,7 +36,7 @@ class Staying(Standing):
         self.stayed, self.staying, self.outdated = self.staying and not self.outdated, False, False
         self.tries = self.tries + 1 if self.stayed else 0
         self.stays, self.left, self.stumbles, self.anew, self.all_stay = frozenset(), (), (), "", False
-        self.as_they_are = False
+        self.as_they_are, self.idle = False, ""
         self.leavers, self.abandons, self.replaced, self.hindered = frozenset(), False, frozenset(), ""
 
     def _is_up(self, now_s: float, started: Started) -> list[Action]:
@@ -66,7 +67,7 @@ class Staying(Standing):
         if self.hung and self.stays:
             self.anew = "who hangs cannot be told to leave"
         elif self.tries >= TRIES and self.stays:
-            self.anew = f"ranks that stayed came to no step in {TRIES} worlds"
+            self.anew = self.idle or f"ranks that stayed came to no step in {TRIES} worlds"
         elif not leaves and self._may_stay:
             self.anew = self.hindered
         actions: list[Action] = []
