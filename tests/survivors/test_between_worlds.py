@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from harness import Job
 from holdfast.training.handover import UNFIT, Offer
 from holdfast.training.worlds import Worlds
-from survivors.test_survivors import STEPS, run, same, undisturbed
-
-__all__ = ["undisturbed"]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    made.end()
+from survivors.stories import STEPS, run, same
 
 
 def test_a_state_on_its_way_is_that_of_the_world_it_was_trained_in() -> None:

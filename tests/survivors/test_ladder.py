@@ -1,10 +1,17 @@
-"""The last step of the ladder: the job fails, a workflow reschedules it, and it goes on where its ranks were."""
+"""What comes after ranks that stay: all are started anew; the job fails, and a workflow reschedules it."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from harness import Job
+from survivors.stories import STEPS as LAST
+from survivors.stories import killed, run, same, stayed, steps
 from workflow.flows import Here
 
 STEPS = 20
@@ -45,6 +52,46 @@ FLOW = """
             PYTHON -m holdfast run --standalone --nproc-per-node=2 --max-restarts=1 --reschedule-exit-code=75 \\
               --log-dir=OUT/logs-$HOLDFAST_ATTEMPT OUT/train.py OUT
 """
+
+# With a limit of a second for worlds of ranks that stay, or what it takes to start anew.
+IMPATIENT = """
+from holdfast.control import staying
+staying.LEAST_S = staying.LONGER = 1.0
+from holdfast.cli import main
+main()
+"""
+
+
+def check_snapshot(job: Job, expected: Any) -> None:
+    """All ranks were started anew, from the last snapshot, of which there is one after every second step."""
+    assert job.leftovers() == []
+    assert same(torch.load(job.folder / "weights.pt"), expected, bits=False)
+    for done in steps(job).values():
+        assert len(done) - len(set(done)) <= 2 and done[-1] == LAST
+    assert set().union(*steps(job).values()) == set(range(1, LAST + 1))
+
+
+def test_a_recovery_that_fails_twice_takes_the_next_step(job: Job, undisturbed: Any) -> None:
+    """The rank that is new is killed before its first step, in both."""
+    kills: list[dict[str, Any]] = [{"rank": 1, "step": 11, "at": "backward"}]
+    kills += [{"rank": 1, "generation": generation, "at": "load"} for generation in (1, 2)]
+    assert run(job, kills) == 0, job.err
+    assert killed(job) == 3
+    assert list(map(bool, stayed(job))) == [False, True, True, False]
+    *first, last = (incident["action"] for incident in job.incidents())
+    assert len(first) == 2 and all(" stay" in action for action in first)
+    assert last == "restart 3 of 20; all ranks are started anew: ranks that stayed came to no step in 2 worlds"
+    check_snapshot(job, undisturbed())
+
+
+def test_a_recovery_that_comes_to_no_step_in_time_takes_the_next_step(job: Job, undisturbed: Any) -> None:
+    """The rank that is new never gets to where the others wait for it."""
+    kills = [{"rank": 1, "step": 11, "at": "backward"}, {"rank": 1, "generation": 1, "at": "import", "how": "stuck"}]
+    assert run(job, kills, program=(sys.executable, "-c", IMPATIENT, "run")) == 0, job.err
+    assert list(map(bool, stayed(job))) == [False, True, False]
+    [_, incident] = job.incidents()
+    assert incident["action"].startswith("restart 2 of 20; all ranks are started anew: ranks that stayed did no step")
+    check_snapshot(job, undisturbed())
 
 
 def test_ranks_stay_then_the_job_is_rescheduled(tmp_path: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +13,7 @@ from harness import Job
 from holdfast.observe import record
 from holdfast.observe.goodput import divide
 from holdfast.observe.state import fold
-
-SCRIPT = Path(__file__).parent / "scripts" / "survives.py"
-STEPS = 30
+from survivors.stories import SCRIPT, STEPS, check, pids, run, same, stayed, steps
 
 GROUPED = """
 import torch, torch.distributed as dist, holdfast
@@ -57,75 +52,6 @@ init_device_mesh("cpu", (2, 1))
 """
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    made.end()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The state that a training with these flags ends with."""
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def state(*flags: str, nproc: int = 3) -> Any:
-        if (flags, nproc) not in known:
-            twin = Job(tmp_path_factory.mktemp("twin"))
-            try:
-                assert run(twin, [], *flags, nproc=nproc) == 0, twin.err
-                known[flags, nproc] = torch.load(twin.folder / "weights.pt")
-            finally:
-                twin.end()
-        return known[flags, nproc]
-
-    return state
-
-
-def run(job: Job, kills: list[dict[str, Any]], *flags: str, nproc: int = 3) -> int:
-    given = (f"--kills={json.dumps(kills)}", f"--steps={STEPS}", *flags)
-    return job.run(SCRIPT, *given, nproc=nproc, max_restarts=20, env={"CHECKPOINT_DIR": str(job.folder / "saved")})
-
-
-def steps(job: Job) -> dict[int, list[int]]:
-    """Those that each rank has done, in order."""
-    found: dict[int, list[int]] = {}
-    for line in job.news.seen:
-        if "step" in line:
-            found.setdefault(line["rank"], []).append(line["step"])
-    return found
-
-
-def pids(job: Job, rank: int) -> list[int]:
-    return list(dict.fromkeys(line["pid"] for line in job.news.seen if line["rank"] == rank))
-
-
-def same(one: Any, other: Any, bits: bool) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other) if bits else torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key], bits) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(here, there, bits) for here, there in zip(one, other, strict=True))
-    return bool(one == other)
-
-
-def check(job: Job, expected: Any, dead: set[int], nproc: int = 3, bits: bool = False) -> None:
-    """Of more than two ranks, DDP sums gradients in another order in the first step of a world. One that gloo does not
-    let go of (see design.md) leaves its state, and is replaced."""
-    assert job.leftovers() == []
-    wills = [event for event in job.events("ranks.signalled") if "has left its state" in event["why"]]
-    dead = dead.union(*(event["ranks"] for event in wills))
-    assert same(torch.load(job.folder / "weights.pt"), expected, bits or nproc == 2)
-    for rank in range(nproc):
-        if rank not in dead:
-            assert len(pids(job, rank)) == 1, f"rank {rank} has stayed"
-    found = steps(job)
-    for rank, done in found.items():
-        assert done == sorted(set(done)) and done[-1] == STEPS, f"rank {rank} has done no step twice"
-    assert set().union(*found.values()) == set(range(1, STEPS + 1))
-
-
 @pytest.mark.parametrize(
     "at",
     [
@@ -141,7 +67,7 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
     check(job, undisturbed(), {1})
     [incident] = job.incidents()
     assert incident["kind"] == "signal" and incident["rank"] == 1
-    assert [event["stayed"] for event in job.events("world.launched")] == [[], [0, 2]]
+    assert stayed(job) == [[], [0, 2]]
     assert job.events("ranks.signalled") == []
     check_goodput(job)
 
@@ -158,8 +84,8 @@ def check_goodput(job: Job) -> None:
     assert first.ended_s <= second.launched_s < (second.trained_s or 0.0) < second.ended_s
 
 
-def test_a_rank_is_killed_in_a_save(job: Job, undisturbed: Any) -> None:
-    """As its state is asked for."""
+def test_a_rank_is_killed_as_its_state_is_asked_for(job: Job, undisturbed: Any) -> None:
+    """Which is after each step."""
     assert run(job, [{"rank": 1, "step": 11, "at": "state"}]) == 0, job.err
     check(job, undisturbed(), {1})
 
@@ -195,32 +121,6 @@ def test_exact_to_the_bit(job: Job, undisturbed: Any, at: str) -> None:
     kills = [{"rank": 1, "step": 11, "at": at}, {"rank": 0, "step": 19, "at": at}]
     assert run(job, kills, "--exact", "--dropout") == 0, job.err
     check(job, undisturbed("--exact", "--dropout"), {0, 1}, bits=True)
-
-
-def test_two_at_once(job: Job, undisturbed: Any) -> None:
-    kills = [{"rank": rank, "step": 11, "at": "backward"} for rank in (0, 2)]
-    assert run(job, kills) == 0, job.err
-    check(job, undisturbed(), {0, 2})
-
-
-@pytest.mark.parametrize(
-    ("at", "soon"),
-    [
-        ("import", {}),
-        ("load", {}),
-        ("state", {}),
-        pytest.param("state", {"how": "soon", "s": 0.001}, marks=pytest.mark.long),
-    ],
-    ids=["the new rank, early", "the new rank", "the one that has the state", "that one, a little later"],
-)
-def test_killed_in_the_recovery_itself(job: Job, undisturbed: Any, at: str, soon: dict[str, Any]) -> None:
-    """Early: while the others wait for it to come."""
-    rank = 0 if at == "state" else 1
-    kills: list[dict[str, Any]] = [{"rank": 1, "step": 11, "at": "backward"}]
-    kills.append({"rank": rank, "generation": 1, "at": at, **soon})
-    assert run(job, kills) == 0, job.err
-    check(job, undisturbed(), {rank, 1})
-    assert ["stay" in incident["action"] for incident in job.incidents()] == [True, True]
 
 
 @pytest.mark.parametrize("how", ["stuck", pytest.param("gil", marks=pytest.mark.long)])
@@ -299,7 +199,7 @@ def test_one_that_fails_outside_of_run_train_ends_its_rank_and_that_is_said(job:
 def test_a_program_that_cannot_stay_is_started_anew(job: Job, flag: str) -> None:
     assert run(job, [{"rank": 1, "step": 11, "at": "backward"}], flag) == 0, job.err
     assert all(len(pids(job, rank)) == 2 for rank in range(3))
-    assert [event["stayed"] for event in job.events("world.launched")] == [[], []]
+    assert stayed(job) == [[], []]
     said = "ranks do not outlive their worlds: barrier() is called before run.attach(), and a new rank would be alone"
     assert (said in job.err) == (flag == "--early")
     assert len(job.incidents()) == 1
@@ -329,7 +229,7 @@ def test_with_data_of_which_a_new_rank_would_not_know_where_it_is(job: Job, data
     script = job.folder / "script.py"
     script.write_text(LOADED)
     assert job.run(script, data, nproc=2, max_restarts=1) == 0, job.err
-    assert [event["stayed"] for event in job.events("world.launched")] == [[], []]
+    assert stayed(job) == [[], []]
     assert job.err.count(f"ranks do not outlive their worlds: {said}") == 2, "once in each world"
 
 
@@ -427,15 +327,3 @@ def test_a_hook_that_raises_ends_its_rank_and_no_other(job: Job, undisturbed: An
     check(job, undisturbed(), {1, 2})
     assert "LookupError: the lock was not mine" in job.err
     assert "could have gone on" not in job.err
-
-
-@pytest.mark.parametrize("at", ["forward", pytest.param("before step", marks=pytest.mark.long)])
-def test_shards(job: Job, undisturbed: Any, at: str) -> None:
-    """What a dead rank had is in its last snapshot: after every second step here."""
-    assert run(job, [{"rank": 1, "step": 12, "at": at}], "--fsdp", "--train") == 0, job.err
-    assert same(torch.load(job.folder / "weights.pt"), undisturbed("--fsdp", "--train"), bits=False)
-    assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1], job.err
-    assert [event["stayed"] for event in job.events("world.launched")] == [[], [0, 2]]
-    for rank in (0, 2):
-        done = steps(job)[rank]
-        assert len(done) <= STEPS + 2 and set(done) == set(range(1, STEPS + 1))

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.checkpoint import faultpoints
+from holdfast.checkpoint.writing import Desk
+from holdfast.training import handover
 
 WIDTH = 8
 STATE = Path(os.environ["STATE"])
@@ -36,16 +40,20 @@ class Kills:
         self._planned = planned
         self.step = 0
 
-    def at(self, where: str) -> None:
+    def planned_at(self, where: str) -> bool:
+        return any(kill["at"] == where for kill in self._planned)
+
+    def at(self, point: str) -> None:
         for number, kill in enumerate(self._planned):
             early = int(os.environ["HOLDFAST_GENERATION"]) < kill.get("generation", 0)
-            here = kill["at"] == where and kill["rank"] == int(os.environ["RANK"])
+            here = kill["at"] == point and kill["rank"] == int(os.environ["RANK"])
             if here and not early and self.step >= kill.get("step", 0):
                 try:
                     os.close(os.open(STATE / f"killed.{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
-                while not (STATE / f"killed.{kill.get('after', number)}").exists():
+                awaited = kill.get("until", f"killed.{kill.get('after', number)}")
+                while not (STATE / awaited).exists():
                     time.sleep(0.005)
                 if (name := kill.get("raises")) is not None:
                     raise getattr(builtins, name)("of the program's own")
@@ -61,6 +69,26 @@ class Kills:
                     threading.Timer(kill["s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
                     return
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch(kills: Kills) -> None:
+    """What Holdfast itself does: each effect of a copy into memory, a save that the writer was asked for, and a piece
+    of a state that was sent to several."""
+    faultpoints.passed = kills.at
+
+    def then(owner: type, name: str, where: str) -> None:
+        call = getattr(owner, name)
+
+        def called(*args: Any) -> None:
+            call(*args)
+            kills.at(where)
+
+        setattr(owner, name, called)
+
+    then(Desk, "save", "handed over")
+    then(handover.Broadcast, "send", "sent")
+    if kills.planned_at("sent"):
+        handover.CHUNK_BYTES = 1024  # so that there is more than one
 
 
 class Watched:
@@ -121,6 +149,12 @@ def digest(model: nn.Module) -> str:
     return made.hexdigest()
 
 
+def _then(output: torch.Tensor, call: Callable[[], None]) -> None:
+    """As its backward begins."""
+    if output.requires_grad:
+        output.register_hook(lambda _: call())  # type: ignore[no-untyped-call]
+
+
 def sharded(model: nn.Sequential) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -164,6 +198,7 @@ def main() -> nn.Module:
     parser.add_argument("--stays", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--inner", action="store_true", help="attached is what is in DDP, not DDP")
+    parser.add_argument("--memory-every", type=int, default=2, help="steps; 0: nothing is copied but what is saved")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     parser.add_argument("--save-epochs", type=int, default=0)
@@ -171,6 +206,7 @@ def main() -> nn.Module:
     args = parser.parse_args()
     kills = Kills(args.kills)
     kills.at("import")
+    watch(kills)
 
     dist.init_process_group("gloo")
     if args.early:
@@ -192,7 +228,7 @@ def main() -> nn.Module:
     dataset = TensorDataset(data, data.roll(1, dims=1).sin(), torch.arange(len(data)))
     run = holdfast.init(
         save_epochs=args.save_epochs, save_steps=10, health_check_steps=5, exact=args.exact, stays=bool(args.stays),
-        memory_every=2,
+        memory_every=args.memory_every,
     )  # fmt: skip
     run.attach(
         model=plain if args.inner else model, optimizer=optimizer, scheduler=scheduler, watched=Watched(kills), **others
@@ -201,7 +237,9 @@ def main() -> nn.Module:
         add_hooks(run, args.unhealthy, args.raises)
     torch.manual_seed(run.rank)  # for dropout
     first.register_forward_hook(lambda *_: kills.at("forward"))
-    if not args.fsdp:
+    if args.fsdp:  # a gradient of a shard is there after its reduction only
+        first.register_forward_hook(lambda *given: _then(given[-1], lambda: kills.at("backward")))
+    else:
         first.weight.register_hook(lambda _: kills.at("backward"))  # type: ignore[no-untyped-call]
     register_optimizer_step_pre_hook(lambda *_: kills.at("before step"))
     register_optimizer_step_post_hook(lambda *_: kills.at("after step"))

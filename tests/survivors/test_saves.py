@@ -1,0 +1,47 @@
+"""A rank is killed in a save, or the writer with it: the others stay, no step is lost, and what is saved is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness import Job
+from holdfast.checkpoint import catalogue, verify
+from holdfast.checkpoint.storage import open_storage
+from survivors.stories import check, killed, run
+
+
+def saved(job: Job) -> set[int | None]:
+    """The steps that are in the directory, every byte of which can be read."""
+    storage = open_storage(str(job.folder / "saved"))
+    there = catalogue.find(storage)
+    assert not there.broken and not any(verify.verify(storage, found) for found in there.found)
+    return {found.step for found in there.found}
+
+
+@pytest.mark.parametrize(
+    "at", [pytest.param("slot.filling", marks=pytest.mark.long), "slot.complete.before", "handed over"]
+)
+def test_a_rank_is_killed_in_a_save(job: Job, undisturbed: Any, at: str) -> None:
+    """Before anything of the state is copied; when all of it is, in the thread that copies; and when the writer was
+    asked for it. Nothing is copied but what is saved."""
+    assert run(job, [{"rank": 1, "step": 10, "at": at}], "--memory-every=0") == 0, job.err
+    assert killed(job) == 1
+    check(job, undisturbed(), {1})
+    assert {20} <= saved(job) <= {10, 20, 30}
+
+
+def test_a_rank_and_the_writer_are_killed_in_one(job: Job, undisturbed: Any) -> None:
+    """The writer before its commit: all parts of a checkpoint are there, and it is none. Then the rank, which has done
+    nothing meanwhile."""
+    env = {"HOLDFAST_FAULT": f"commit.before:1:{job.folder / 'struck'}"}
+    kills: list[dict[str, Any]] = [
+        {"rank": 1, "step": 10, "at": "handed over", "until": "struck"},
+        {"rank": 1, "step": 11, "at": "forward", "how": "stuck"},
+    ]
+    assert run(job, kills, "--memory-every=0", env=env) == 0, job.err
+    assert killed(job) == 2
+    check(job, undisturbed(), {1})
+    assert len(job.events("writer.started")) == 2
+    assert {20} <= saved(job) <= {10, 20, 30}
