@@ -13,7 +13,7 @@ test: lint system
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=60 tests
 
 test-all: lint system
-	HOLDFAST_SCHEDULES=20 $(BIN)/python -m pytest -n 2 -m "long or not long" tests
+	HOLDFAST_SCHEDULES=100 $(BIN)/python -m pytest -n 2 -m "long or not long" tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -110,14 +110,13 @@ def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster, fla
     assert pair.leftovers() == []
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_one_joins_and_leaves_ten_times(cluster: MakeCluster) -> None:
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(300)])])
+def test_one_joins_and_leaves_again_and_again(cluster: MakeCluster, times: int) -> None:
     pair = cluster()
     job = training(pair, "1:2")
     job.start(0)
     first = job.wait_generation(0, 0)[0]["pid"]
-    for time in range(10):
+    for time in range(times):
         job.start(1)
         world = job.wait_generation(2 * time + 1, 0, 1)
         assert world[0]["pid"] == first
@@ -129,3 +128,27 @@ def test_one_joins_and_leaves_ten_times(cluster: MakeCluster) -> None:
     done = steps(pair, first)
     assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
     assert pair.leftovers() == []
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(cluster: MakeCluster) -> None:
+    """Its rank is new, those of the other node stay."""
+    trio = cluster()
+    job = training(trio, "2")
+    job.start(0, 1)
+    before = job.wait_generation(0, 0, 1)
+    job.start(2)
+    trio.wait_said(2, "standing by as a spare")
+    trio.wait_ready(2)
+    trio.kill_node(1)
+    after = job.wait_generation(1, 0, 2)
+    assert after[0]["pid"] == before[0]["pid"]
+    assert {line["restart_count"] for line in after.values()} == {1}
+    trio.signal_agent(0, signal.SIGTERM)
+    trio.signal_agent(2, signal.SIGTERM)
+    assert job.ends(0, 2) == [0, 0]
+    [(_, _, kind, action)] = job.causes(0)
+    assert kind == "lost-node" and action == "restart 1 of 1; 1 rank stays"
+    stays, lost, new = (steps(trio, line["pid"]) for line in (before[0], before[1], after[2]))
+    assert stays == list(range(1, len(stays) + 1)), "no step is done twice, and none is left out"
+    assert new == list(range(new[0], new[-1] + 1)) and new[0] >= len(lost), "from there, too"
+    assert trio.leftovers() == []
