@@ -180,7 +180,6 @@ def test_that_of_ranks_that_stay_is_there_for_a_while(
     """A thread of theirs may be about to connect to it."""
     monkeypatch.setattr(stores_module, "OLD_S", 0.05)
     stores.retire(process.pid, some_stay=True)
-    loop.run_until_complete(asyncio.sleep(0))
     assert process.poll() is None
     loop.run_until_complete(asyncio.sleep(0.1))
     assert process.wait(10) == -signal.SIGKILL

@@ -145,7 +145,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(job: J
     assert job.wait() == 0
     [incident] = job.incidents()
     assert incident["rank"] == 1
-    assert 1.0 <= incident["phases_s"]["stop"] < 5.0
+    assert 1.0 <= incident["phases_s"]["stop"] < 25.0  # by default it is 30
     assert [sent["signal"] for sent in job.events("ranks.signalled")] == ["SIGTERM", "SIGKILL"]
 
 
