@@ -12,6 +12,7 @@ from stories import GRACE_S, Story, every, the
 from holdfast.control import protocol
 from holdfast.control.acts import (
     Bequeathed,
+    Closed,
     Leave,
     Left,
     Opened,
@@ -378,3 +379,20 @@ def test_the_incident_says_that_shards_stay_in_a_world_of_the_same_size_only() -
     leaves(job, 0, 2)
     [opened] = every(job.log, Opened)
     assert opened.incident.action == "restart 1 of 10; 2 ranks stay, if the next world is as large"
+    job.hears(Started(1))
+    job.steps(0, 1, 2)
+    [closed] = every(job.log, Closed)
+    assert closed.incident.action == "restart 1 of 10; 2 ranks stay", "it was"
+
+
+def test_the_incident_says_that_shards_did_not_stay_in_a_smaller_world() -> None:
+    job = Job((1, 2), max_restarts=9)
+    job.runs("a", "b")
+    job.now_s += FOREVER_S
+    job.gone("b")
+    job.down("a", stays=True, staying=True, stay=2, as_they_are=True)
+    assert job.opened("a")[-1].action == "restart 1 of 9; 2 ranks stay, if the next world is as large"
+    job.steps("a")
+    assert job.got("a", protocol.Closed)[-1].incident.action == (
+        "restart 1 of 9; all ranks are started anew: their shards do not fit a world of another size"
+    )

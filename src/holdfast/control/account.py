@@ -15,6 +15,8 @@ from holdfast.control.restarts import Decide, Failure, GiveUp, History, Restart,
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+_IF_AS_LARGE = ", if the next world is as large"
+
 
 class Ended(msgspec.Struct, frozen=True):
     """A world that is down, as far as the account needs it."""
@@ -131,10 +133,11 @@ class Account:
         membership = first.kind in (Kind.MEMBERSHIP, Kind.LOST_NODE, Kind.PREEMPTED)
         return not (membership and self._settings.budget is Budget.FAILURES)
 
-    def launched(self, now_s: float) -> None:
+    def launched(self, now_s: float, as_large: bool) -> None:
         self.refill_mark = 0
         if self.incident is not None:
-            self.incident = _with(self.incident, launched_at_s=now_s)
+            action = _who_stayed(self.incident.action, as_large)
+            self.incident = _with(self.incident, launched_at_s=now_s, action=action)
 
     def started(self, now_s: float) -> None:
         if self.incident is not None and self.incident.started_at_s is None:
@@ -186,12 +189,21 @@ def _with(value: S, **changes: object) -> S:
     return msgspec.structs.replace(value, **changes)
 
 
+def _who_stayed(action: str, as_large: bool) -> str:
+    """What became of it, where that hung on the next world, which is there now."""
+    before, hangs, after = action.partition(_IF_AS_LARGE)
+    if not hangs or as_large:
+        return before + after
+    decided = before.rpartition("; ")[0]
+    return f"{decided}; all ranks are started anew: their shards do not fit a world of another size{after}"
+
+
 def _who_stays(ended: Ended) -> str:
     """Which step of the ladder this is, and why it is not the first."""
     words = f"; all ranks are started anew: {ended.anew}" if ended.anew else ""
     if ended.stayed:
         words = f"; {ended.stayed} rank{'s stay' if ended.stayed > 1 else ' stays'}"
-        words += ", if the next world is as large" if ended.as_they_are else ""
+        words += _IF_AS_LARGE if ended.as_they_are else ""
     if ended.replaced > 1:
         words += f"; {ended.replaced} ranks are replaced, too: they did not leave their world"
     elif ended.replaced:

@@ -153,13 +153,14 @@ class Forming:
 
     def _form(self, now_s: float, chosen: list[Member]) -> list[Action]:
         seats = seat(self.settings, chosen, tuple(self.seats.values()))
+        as_large = sum(s.local_size for s in seats) == sum(s.local_size for s in self.seats.values())
         self.generation += 1
         self._seat(seats, now_s)
         for member in chosen:
             member.staying = False
         self.first_call_over = True
         self.missing = []
-        self.account.launched(now_s)
+        self.account.launched(now_s, as_large)
         self._enter(Phase.RUNNING)
         launches: list[Action] = [
             Send(place.node, protocol.Launch(world, self.learned))
