@@ -341,7 +341,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         env=False,
         default="any-failed",
         choices=["any-failed", "min-healthy"],
-        help="restart all ranks if one fails, or only when fewer than MIN nodes are healthy (default any-failed)",
+        help="end the world if one rank fails, or only when fewer than MIN nodes are healthy; ranks that can stay go "
+        "on in the next one (default any-failed)",
     )
     _add(
         group,
