@@ -114,9 +114,10 @@ class Run:
                 self._training.begin_again()
 
     def on(self, moment: str) -> Callable[[F], F]:
-        """`@run.on("abort")`: a function to be called when this rank goes from one world to the next. "abort": before
-        it leaves its process groups, "aborted": after, "health": whether it may stay, "rejoin": before it is in the
-        next world. All that were given for a moment are called, in order. One that raises ends the rank."""
+        """`@run.on("abort")`: a function to be called when this rank goes from one world to the next. "abort": it
+        leaves this one, whose collectives have failed; "aborted": its process groups are aborted, and still there;
+        "health": whether it may stay; "rejoin": it has a place in the next world, and no group yet. In the thread that
+        trains. All that were given for a moment are called, in order. One that raises ends the rank."""
         if moment not in MOMENTS:
             raise ValueError(f"on({moment!r}): one of {', '.join(MOMENTS)} is meant")
 
