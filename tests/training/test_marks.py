@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -96,7 +98,67 @@ def test_an_object_with_a_state_is_loaded_only_if_it_has_changed(monkeypatch: py
     assert changed.counts == 0 and (changed.loads, same.loads) == (1, 0) and not mark.too_large
     monkeypatch.setattr(marks, "LARGEST_BYTES", 100)
     large = Mark({"large": Counter(100)}, [])
-    assert large.too_large == "'large', a Counter" and large.values == {}
+    said = "the state of 'large', a Counter, is too large to be put back; attach modules and optimizers themselves"
+    assert large.too_large == said and large.values == {}
+
+
+def test_a_long_list_that_grows() -> None:
+    """Of which a step costs what it adds."""
+    losses: list[Any] = [(step, 0.5) for step in range(marks.LARGEST)]
+    state: dict[str, Any] = {"losses": losses}
+    mark = Mark(state, [])
+    for step in range(3):
+        losses.append(float(step))
+        mark.take()
+    kept = list(losses)
+    losses += [3.0, 4.0]
+    assert mark.values == {"losses": kept} and mark.whole, "for a will"
+    mark.put_back()
+    assert state["losses"] is losses == kept
+    state["losses"] = [1.0]
+    mark.put_back()
+    assert state["losses"] is losses == kept
+    losses[5] = "another"
+    assert not mark.whole
+    mark.put_back()
+    assert mark.too_large.startswith("'losses', a list of 1003 entries of which some were changed, is too large")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda window: window.append(window.pop(0)), lambda window: window.pop(), lambda window: window.append([1])],
+)
+def test_one_that_does_not_only_grow_is_too_large(change: Any) -> None:
+    window = list(range(marks.LARGEST + 2))
+    mark = Mark({"window": window}, [])
+    assert not mark.too_large
+    change(window)
+    mark.take()
+    assert mark.too_large.startswith("'window', a list of ") and "that does not only grow" in mark.too_large
+    assert mark.values == {} and mark.whole
+
+
+@pytest.mark.parametrize(
+    "value", ["a" * 2000, b"a" * 2000, tuple(range(2000)), np.arange(3000.0)], ids=["text", "bytes", "tuple", "array"]
+)
+def test_what_is_long_and_cannot_change_or_is_copied_at_once(value: Any) -> None:
+    state, before = {"value": value}, copy.deepcopy(value)
+    mark = Mark(state, [])
+    if isinstance(value, np.ndarray):
+        value += 1
+    else:
+        state["value"] = value[1:]
+    assert np.array_equal(mark.values["value"], before) and not mark.too_large
+    mark.put_back()
+    assert state["value"] is value and np.array_equal(value, before)
+
+
+@pytest.mark.parametrize("value", [dict.fromkeys(range(2000)), set(range(2000)), tuple([[]] * 2000)])
+def test_other_large_values_are_named(value: Any) -> None:
+    mark = Mark({"seen": value}, [])
+    name = type(value).__name__
+    said = f"'seen', a {name} of 2000 entries, is too large to be put back; keep it in a tensor, or in an object with"
+    assert mark.too_large.startswith(said) and mark.values == {}
 
 
 def test_what_steps_and_what_is_our_own_is_left_alone() -> None:

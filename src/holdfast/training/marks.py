@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, MutableMapping, Sized
+from collections.abc import Collection, Iterable, MutableMapping, Sized
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ OWN = frozenset(
 )  # parts of a state that are Holdfast's, and change with a step alone
 LARGEST = 1000  # entries of a plain value that is looked at in each step
 LARGEST_BYTES = 64 << 20  # of an object's state that is copied in each step
+_FIXED = frozenset({bool, int, float, complex, str, bytes, type(None)})  # of which nobody can change one
 _STEPPED = (Optimizer, LRScheduler, GradScaler)  # which do not step in a step that is not done
 
 
@@ -56,13 +57,13 @@ class Mark:
 
     @property
     def too_large(self) -> str:
-        """What cannot be copied in each step, if there is such a thing."""
+        """What cannot be copied in each step, if there is such a thing, and what to do about it."""
         return next((value.too_large for value in self._values if value.too_large), "")
 
     @property
     def whole(self) -> bool:
         """Whether it could be put back."""
-        return self._averages.whole
+        return self._averages.whole and all(value.whole for value in self._values)
 
     def put_back(self) -> None:
         randomness.go_back(self.randomness)
@@ -181,15 +182,49 @@ class _Averages:
         return {self._parameters[at].data_ptr(): kept for at, kept in self._kept.items()}
 
 
+def _is_fixed(values: Collection[Any]) -> bool:
+    """Whether none of them can be changed where it is."""
+    kinds = set(map(type, values))
+    if kinds <= _FIXED:
+        return True
+    return kinds <= _FIXED | {tuple} and all(_is_fixed(each) for each in values if type(each) is tuple)
+
+
+class _Log:
+    """A list of very many entries, of all losses so far, say. To look at all of them in each step would take too long,
+    so it may only grow, and a step costs what it adds. That the entries before are still the same is looked at when
+    it matters."""
+
+    def __init__(self) -> None:
+        self.of: list[Any] = []
+        self.kept: list[Any] = []
+
+    def take(self, value: list[Any]) -> bool:
+        """Whether it could: the two ends tell of most lists that do not only grow, a window of the last ones say."""
+        if value is not self.of:
+            self.of, self.kept = value, []
+        known = len(self.kept)
+        if known and (len(value) < known or value[0] is not self.kept[0] or value[known - 1] is not self.kept[-1]):
+            return False
+        new = value[known:]
+        self.kept += new
+        return _is_fixed(new)
+
+    @property
+    def whole(self) -> bool:
+        return self.of[: len(self.kept)] == self.kept
+
+
 class _Value:
     """A plain value of a state, a tensor, or an object with a state of its own."""
 
     def __init__(self, state: MutableMapping[str, Any], name: str) -> None:
         self.name = name
         self.too_large = ""
-        self._length = 0  # of a long list, of which no more is known
         self._state = state
         self._value: Any = None
+        self._log: _Log | None = None  # of a long list
+        self._fixed = False  # what is there cannot be changed, only put in another's place
         self._node: tree.Node = None
         self._keys: list[str] = []
         self._copies = _Copies()
@@ -199,44 +234,83 @@ class _Value:
 
     @property
     def is_kept(self) -> bool:
-        return not self._length and not self.too_large
+        return not self.too_large
 
     def take(self) -> None:
-        value = self._value = self._state.get(self.name)
-        counted = isinstance(value, Sized) and not isinstance(value, torch.Tensor) and not is_stateful(value)
-        length = len(value) if counted else 0  # type: ignore[arg-type]
-        self._length = length if length > LARGEST else 0
-        if not self.is_kept:
+        value = self._state.get(self.name)
+        before, self._value = self._value, value
+        if not self.is_kept or (self._fixed and value is before):
             return
+        self._fixed = False
+        length = _entries(value)
+        if length > LARGEST:
+            self._take_long(value, length)
+            return
+        self._log = None
         self._node, tensors = self._flat(value)
         if is_stateful(value) and sum(tensor.nbytes for tensor in tensors.values()) > LARGEST_BYTES:
-            self.too_large = f"{self.name!r}, a {type(value).__name__}"
-            self._keys, self._copies = [], _Copies()
+            self._give_up(
+                f"the state of {self.name!r}, a {type(value).__name__}", "attach modules and optimizers themselves"
+            )
             return
         self._keys = list(tensors)
         self._copies.take(list(tensors.values()))
 
+    def _take_long(self, value: Any, length: int) -> None:
+        self._node, self._keys, self._copies = None, [], _Copies()
+        if type(value) is list:
+            self._log = self._log or _Log()
+            if not self._log.take(value):
+                what = f"{self.name!r}, a list of {length} entries that does not only grow, by plain values"
+                self._give_up(what, "keep it in a tensor, or in an object with state_dict")
+            return
+        self._log = None
+        self._fixed = type(value) in _FIXED or (type(value) is tuple and _is_fixed(value))
+        if not self._fixed:
+            what = f"{self.name!r}, a {type(value).__name__} of {length} entries"
+            self._give_up(what, "keep it in a tensor, or in an object with state_dict")
+
+    def _give_up(self, what: str, instead: str) -> None:
+        self.too_large = f"{what}, is too large to be put back; {instead}"
+        self._node, self._keys, self._copies, self._log, self._fixed = None, [], _Copies(), None, False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it could be put back. What is too large has been said to be."""
+        return self._log is None or self._log.whole
+
     def kept(self) -> Any:
+        if self._fixed:
+            return self._value
+        if self._log is not None:
+            return list(self._log.kept)
         copies = [kept.clone() for kept in self._copies.kept]
         return tree.unflatten(self._node, dict(zip(self._keys, copies, strict=True)))
 
     def put_back(self) -> None:
         """Into the same object, where it is one that changes: the program may have it, too."""
         value = self._value
-        if self._length and isinstance(value, list):
-            del value[self._length :]  # the entries that were there are not looked at
+        if self._log is not None and not self._log.whole:
+            length = len(self._log.kept)
+            self._give_up(
+                f"{self.name!r}, a list of {length} entries of which some were changed", "keep it in a tensor"
+            )
         if not self.is_kept or self._is_as_it_was():
             return
         if is_stateful(value):
             value.load_state_dict(self.kept())
         elif isinstance(value, torch.Tensor):
             self._copies.put_back()
+        elif self._log is not None:
+            del value[len(self._log.kept) :]
         elif isinstance(value, list):
             value[:] = self.kept()
         elif isinstance(value, dict | set):
             kept = self.kept()
             value.clear()
             value.update(kept)
+        elif _is_array(value):
+            value[...] = self.kept()
         else:
             value = self.kept()
         self._state[self.name] = value
@@ -245,6 +319,21 @@ class _Value:
         value = self._state.get(self.name)
         if value is not self._value:
             return False
+        if self._log is not None:
+            return len(value) == len(self._log.kept)
+        if self._fixed:
+            return True
         node, tensors = self._flat(value)
         same = node == self._node and list(tensors) == self._keys
         return same and all(map(torch.equal, tensors.values(), self._copies.kept))
+
+
+def _is_array(value: Any) -> bool:
+    """Of numpy, which need not be there."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _entries(value: Any) -> int:
+    """How many there are to be looked at one by one."""
+    at_once = isinstance(value, torch.Tensor) or is_stateful(value) or _is_array(value)
+    return len(value) if isinstance(value, Sized) and not at_once else 0

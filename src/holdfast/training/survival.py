@@ -271,9 +271,7 @@ class Survival:
         else:
             self._mark.take()
         if large := self._mark.too_large:
-            self.withdraw(
-                f"the state of {large}, is too large to be put back; attach modules and optimizers themselves"
-            )
+            self.withdraw(large)
         self._beside.step()
 
     def undo(self) -> None:
