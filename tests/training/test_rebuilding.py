@@ -14,6 +14,7 @@ from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -93,6 +94,43 @@ def test_a_wrapped_module_that_is_not_attached() -> None:
     )
     del wrapped
     assert hinders(other) == "", "nobody has it any more"
+
+
+def test_a_sharded_module_that_is_not_attached() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(root[0])
+    fully_shard(root)
+    other = nn.Linear(2, 2)
+    assert hinders(root) == "" and rebuilding.held([root]) == [root]
+    assert hinders(other) == (
+        "an FSDPSequential that is not attached cannot be kept the same on all ranks; attach it, too"
+    )
+    del root
+    assert hinders(other) == "", "nobody has it any more"
+
+
+def test_one_that_is_sharded_later_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPState, "__init__", FSDPState.__init__)
+    called: list[str] = []
+    rebuilding.on_shards(called.append)
+    fully_shard(nn.Linear(2, 2))
+    assert called == ["fully_shard"]
+
+
+def test_a_batch_norm_that_was_given_a_group() -> None:
+    given: Any = nn.SyncBatchNorm(2, process_group=dist.group.WORLD)
+    plain: Any = nn.SyncBatchNorm(2)
+    model = nn.Sequential(given, plain)
+    assert hinders(model) == ""
+    dist.destroy_process_group()
+    begin_world()
+    rebuilding.renew([model])
+    assert given.process_group is dist.group.WORLD and plain.process_group is None
+    own = nn.SyncBatchNorm(2, process_group=dist.new_group([0]))
+    assert hinders(own) == (
+        "a SyncBatchNorm with a process group of its own cannot be given another process group; "
+        "make that group by new_group, without pg_options"
+    )
 
 
 def test_a_hook_and_a_static_graph_are_there_in_the_next_world() -> None:

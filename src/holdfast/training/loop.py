@@ -212,7 +212,9 @@ class Loop:
         self._cursors.streams.append(stream)
         self._run.say(stream.promise)
         self._fed = True
-        self._withdraw("the data is a stream, and a new rank would not know where the others are in it")
+        self._withdraw(
+            "the data is a stream, and a new rank would not know where the others are in it; give a dataset by index"
+        )
         self._active.append(stream)
         return stream
 
@@ -304,7 +306,9 @@ class Loop:
         waiting = self._waiting
         if not self._fed:
             self._fed = True
-            self._withdraw("run.step() is called without run.batches(), and a new rank's data would begin anew")
+            self._withdraw(
+                "run.step() is called without run.batches(), and a new rank's data would begin anew; take it from there"
+            )
         if loss is not None:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
             self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -33,7 +36,30 @@ def held(state: Iterable[Any]) -> list[nn.Module]:
     """The modules of it, and what was wrapped around them and is not of it itself (`attach(model=ddp.module)`)."""
     modules = [value for value in state if isinstance(value, nn.Module)]
     known, own = set(map(id, _parts(modules))), {id(each) for module in modules for each in module.parameters()}
-    return modules + [each for each in groups.wrappers() if id(each) not in known and _trained(each) <= own]
+    return modules + [each for each in _noticed() if id(each) not in known and _trained(each) <= own]
+
+
+def _noticed() -> list[nn.Module]:
+    """What the program has wrapped so far and still has, attached or not: by DDP, or by `fully_shard`, of which torch
+    has a list; of those in each other the outermost."""
+    sharded = [each for each in list(_composable_state._module_state_mapping) if isinstance(each, FSDPModule)]
+    inner = {id(part) for each in sharded for part in each.modules() if part is not each}
+    return groups.wrappers() + [each for each in sharded if id(each) not in inner]
+
+
+def on_shards(call: Callable[[str], None]) -> None:
+    """What is to be called when the program shards a module later."""
+    with contextlib.suppress(ImportError):  # a torch that has it elsewhere
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        init = FSDPState.__init__
+
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            call("fully_shard")
+
+        FSDPState.__init__ = __init__  # type: ignore[method-assign]
 
 
 def _trained(module: nn.Module) -> set[int]:
@@ -44,35 +70,46 @@ def hinders(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
     """What cannot be given another group, if there is such a thing. And a new rank would have other weights in what it
     has wrapped, and does not get from the others."""
     known = set(map(id, _parts(modules)))
-    if any(id(each) not in known for each in groups.wrappers()):
-        return "a DistributedDataParallel that is not attached cannot be kept the same on all ranks; attach it, too"
+    if any(id(each) not in known for each in _noticed()):
+        gc.collect()  # nobody may have it any more
+    for each in _noticed():
+        if id(each) not in known:
+            name = f"{'an' if isinstance(each, FSDPModule) else 'a'} {type(each).__name__}"
+            return f"{name} that is not attached cannot be kept the same on all ranks; attach it, too"
     if any(part.process_group.size() < dist.get_world_size() for part in wrapped(modules)):
-        return "a DistributedDataParallel of a part of the ranks has other weights than a new rank may get"
-    if found := _has_own_group(modules, others):
-        return f"{found} cannot be given another process group"
+        return (
+            "a DistributedDataParallel of a part of the ranks has other weights than a new rank may get; "
+            "wrap the model for all ranks"
+        )
+    if (found := _has_own_group(modules, others)) is not None:
+        what, instead = found
+        return f"{what} cannot be given another process group; {instead}"
     return ""
 
 
-def _has_own_group(modules: Iterable[nn.Module], others: Iterable[Any]) -> str:
+def _has_own_group(modules: Iterable[nn.Module], others: Iterable[Any]) -> tuple[str, str] | None:
+    """What has, and what to do about it."""
     default = c10d._get_default_group().group_name
     for value in others:
         if getattr(value, "process_group", None) is not None:
-            return f"a {type(value).__name__}, which has a process group,"
+            return f"a {type(value).__name__}, which has a process group,", "attach one without"
     fully_sharded = {group.mesh_info.mesh for part in _parts(modules) for group in _param_groups(part)}
     for part in _parts(modules):
-        wraps = isinstance(part, DistributedDataParallel) and part.process_group.group_name != default
-        if wraps and not handles.is_kept(part.process_group):  # made by split_group, or with options
-            return "a DistributedDataParallel with a process group of its own"
-        if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
-            own = part.parameters(recurse=False)
-            meshes = {parameter.device_mesh for parameter in own if isinstance(parameter, DTensor)}
-            if not all(map(_comes_back, meshes)):
-                return "shards on a mesh that is not all ranks, or not made by new_group(),"
-            if not hasattr(FSDPModule, "reset_iter_state"):
-                return "shards of this version of torch (2.13 has FSDPModule.reset_iter_state)"
-            if not meshes <= fully_sharded:  # others are filled by collectives, in which a new rank would be alone
-                return "shards that are not of fully_shard (tensor parallelism, say)"
-    return ""
+        own = part.__dict__.get("process_group")
+        apart = isinstance(own, c10d.ProcessGroup) and own.group_name != default
+        if apart and not handles.is_kept(own):  # made by split_group, or with options
+            instead = "make that group by new_group, without pg_options"
+            return f"a {type(part).__name__} with a process group of its own", instead
+        meshes = {each.device_mesh for each in part.parameters(recurse=False) if isinstance(each, DTensor)}
+        if not all(map(_comes_back, meshes)):
+            what = "shards on a mesh that is not all ranks, or not made by new_group(),"
+            return what, "give fully_shard a mesh of all ranks, by init_device_mesh"
+        if meshes and not hasattr(FSDPModule, "reset_iter_state"):
+            return "shards of this version of torch", "torch 2.13 has FSDPModule.reset_iter_state for it"
+        if not meshes <= fully_sharded:  # others are filled by collectives, in which a new rank would be alone
+            what = "shards that are not of fully_shard (tensor parallelism, say)"
+            return what, "call fully_shard for the whole model"
+    return None
 
 
 def _comes_back(mesh: DeviceMesh) -> bool:
@@ -101,6 +138,10 @@ def renew(modules: Iterable[nn.Module]) -> None:
     for part in _parts(modules):
         if isinstance(part, DistributedDataParallel):
             _renew_ddp(part)
+        else:
+            own = part.__dict__.get("process_group")  # SyncBatchNorm's, if it was given one
+            if isinstance(own, c10d.ProcessGroup) and not handles.is_kept(own):
+                part.__dict__["process_group"] = c10d._get_default_group()
         for group in _param_groups(part):
             for info in (group.mesh_info, group.post_forward_mesh_info):
                 if info is not None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from holdfast import linux
 from holdfast.checkpoint import randomness, together
-from holdfast.training import health, rebuilding, warming
+from holdfast.training import attached, health, rebuilding, warming
 from holdfast.training.beside import Beside
 from holdfast.training.marks import Mark
 from holdfast.wire import messages
@@ -46,8 +46,9 @@ def begin(state: MutableMapping[str, Any], hooks: Hooks) -> Survival | None:
     here = place.current()
     if here is None or here.seat is None or not dist.is_available() or not dist.is_initialized():
         return None
+    modules = rebuilding.held(state.values())
     others = [value for value in state.values() if not isinstance(value, nn.Module)]
-    why = rebuilding.hinders(rebuilding.held(state.values()), others)
+    why = rebuilding.hinders(modules, others) or attached.left_out(state.values())
     if not why and (called := groups.early()):
         why = f"{called}() is called before run.attach(), and a new rank would be alone there; call it after that"
     if why and os.environ.get(STANDBY):
@@ -73,10 +74,12 @@ class Survival:
         self._made = groups.made()
         self._queues = self._made is not None and "nccl" in (self._made.backend or "cuda:nccl")
         self.begins_again = False  # the program does, after each end of a world
-        self._stays = True
+        self.stays = True
         groups.on_own_group(self._own_group)
         self.doomed = False  # the step that is being done cannot be completed
         self._mark: Mark | None = None
+        rebuilding.on_shards(self._own_group)
+        attached.watch(state.values(), self.withdraw)
         self._beside = Beside()
         self.bequeath: Callable[[], tuple[int, int] | None] = lambda: None  # a file, and the step that is in it
         self._main, self._thread = time.pthread_getcpuclockid(threading.get_ident()), threading.get_native_id()
@@ -136,7 +139,7 @@ class Survival:
     def announce(self) -> None:
         """From here on this rank is worth to be kept."""
         here = self._place
-        if self._stays:
+        if self.stays:
             here.report(messages.Stays(here.rank, here.generation, self.as_it_is))
 
     @property
@@ -147,14 +150,14 @@ class Survival:
     def _own_group(self, called: str) -> None:
         """A group that the program has made for itself goes with its world. Who begins again makes another one."""
         if not self.begins_again:
-            instead = "before run.attach()" if called == "DistributedDataParallel" else "in there"
+            instead = "in there" if called in groups.GROUPS else "before run.attach(), and attach it"
             self.withdraw(f"{called}() is called outside of run.train(); call it {instead}")
 
     def withdraw(self, why: str) -> None:
         """This rank does not stay, after all. All ranks come here, and one says so."""
-        if not self._stays:
+        if not self.stays:
             return
-        self._stays = False
+        self.stays = False
         here = self._place
         here.report(messages.Stays(here.rank, here.generation, stays=False, why=why))
         if here.rank == 0:

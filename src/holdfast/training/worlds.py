@@ -152,11 +152,12 @@ class Worlds:
     # -- what this rank has of it -------------------------------------------------------------------------------------
 
     def _offer(self) -> Offer:
-        """If it is whole, and all of it: other ranks' shards it has not."""
+        """If it is whole, and all of it: other ranks' shards it has not. Who cannot stay may have heard so in the very
+        step in which its world has ended, from what has changed there."""
         if self._carried is not None:  # of the world that it was trained in, whichever this one is
             return UNFIT if self._torn else self._carried
-        mark = self.survival.mark if self.survival is not None else None
-        torn = self._torn or (mark is not None and not mark.whole)
+        survives, mark = self.survival, self.survival.mark if self.survival is not None else None
+        torn = self._torn or (survives is not None and not survives.stays) or (mark is not None and not mark.whole)
         if self.touched or torn or self.checkpointer is None or rebuilding.is_sharded(self._modules):
             self._accumulation.lack()
             return UNFIT
