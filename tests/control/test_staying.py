@@ -394,5 +394,5 @@ def test_the_incident_says_that_shards_did_not_stay_in_a_smaller_world() -> None
     assert job.opened("a")[-1].action == "restart 1 of 9; 2 ranks stay, if the next world is as large"
     job.steps("a")
     assert job.got("a", protocol.Closed)[-1].incident.action == (
-        "restart 1 of 9; all ranks are started anew: their shards do not fit a world of another size"
+        "restart 1 of 9; all ranks are started anew: what they have does not fit a world of another size"
     )

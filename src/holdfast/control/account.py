@@ -195,7 +195,7 @@ def _who_stayed(action: str, as_large: bool) -> str:
     if not hangs or as_large:
         return before + after
     decided = before.rpartition("; ")[0]
-    return f"{decided}; all ranks are started anew: their shards do not fit a world of another size{after}"
+    return f"{decided}; all ranks are started anew: what they have does not fit a world of another size{after}"
 
 
 def _who_stays(ended: Ended) -> str:

@@ -76,10 +76,10 @@ class Survival:
         self.begins_again = False  # the program does, after each end of a world
         self.stays = True
         groups.on_own_group(self._own_group)
-        self.doomed = False  # the step that is being done cannot be completed
-        self._mark: Mark | None = None
         rebuilding.on_shards(self._own_group)
         attached.watch(state.values(), self.withdraw)
+        self.doomed = False  # the step that is being done cannot be completed
+        self._mark: Mark | None = None
         self._beside = Beside()
         self.bequeath: Callable[[], tuple[int, int] | None] = lambda: None  # a file, and the step that is in it
         self._main, self._thread = time.pthread_getcpuclockid(threading.get_ident()), threading.get_native_id()
@@ -207,6 +207,9 @@ class Survival:
             return True
         if not isinstance(failure, (RuntimeError, OSError)):
             return False
+        # In a world that is over, what fails next need not tell of it in words that are known: what was aborted leaves
+        # half of everything behind. So a mistake of the program's own may be taken for that. Its step is done again,
+        # as it would have been anyway, and in a world that is well the same mistake ends the rank.
         if not self._seat.over:
             if not errors.describe(failure).distributed:
                 return False
