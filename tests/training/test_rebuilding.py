@@ -60,7 +60,7 @@ def test_a_mesh_of_two_dimensions(monkeypatch: pytest.MonkeyPatch, noted: bool) 
     # By another name each time: torch has a cache of meshes, by which one can be that of an earlier world.
     fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=(f"replicate {noted}", "shard")))
     said = "shards on a mesh that is not all ranks, or not made by new_group(), cannot be given another process group"
-    assert hinders(model) == ("" if noted else said)
+    assert hinders(model) == ("" if noted else f"{said}; give fully_shard a mesh of all ranks, by init_device_mesh")
 
 
 def test_a_mesh_of_a_part_of_the_ranks() -> None:
