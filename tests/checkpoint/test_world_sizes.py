@@ -27,7 +27,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copied"))
 
 
-@pytest.mark.parametrize("size", [3, 2, 8, 1])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long), 8, 1])
 def test_four_ranks_state_is_restored_by_any_number(copied: Path, size: int) -> None:
     epoch = "checkpoint_epoch_1.pt"
     expected = [epoch, "step_00000003", "step_00000002", "step_00000001", epoch]

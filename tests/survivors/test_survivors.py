@@ -149,7 +149,9 @@ def test_the_last_one_that_has_the_state_does_not_get_out(how: str, job: Job, un
     assert signalled["ranks"] == [0] and "has left its state" in signalled["why"]
 
 
-@pytest.mark.parametrize("name", ["ValueError", pytest.param("RuntimeError", marks=pytest.mark.long), "OSError"])
+@pytest.mark.parametrize(
+    "name", ["OSError", *(pytest.param(name, marks=pytest.mark.long) for name in ("ValueError", "RuntimeError"))]
+)
 def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job, name: str) -> None:
     """The rank ends by it, and the others stay."""
     assert run(job, [{"rank": 1, "step": 11, "at": "forward", "raises": name}], "--train") == 0, job.err
@@ -159,7 +161,7 @@ def test_an_exception_of_the_programs_own_is_not_tried_again(job: Job, name: str
     assert [len(pids(job, rank)) for rank in range(3)] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("at", ["backward", "before step"])
+@pytest.mark.parametrize("at", ["before step", pytest.param("backward", marks=pytest.mark.long)])
 def test_a_group_of_the_programs_own_is_made_again_in_run_train(at: str, job: Job, undisturbed: Any) -> None:
     """Also where the end of the world is seen by run.step() alone."""
     assert run(job, [{"rank": 1, "step": 11, "at": at}], "--own", "--group", "--train") == 0, job.err
