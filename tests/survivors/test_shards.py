@@ -12,9 +12,9 @@ from survivors.stories import STEPS, killed, pids, replaced, run, same, stayed, 
 
 
 def check(job: Job, expected: Any, stay: set[int]) -> None:
-    """One that gloo does not let go of (see design.md) has no state of its own to leave, and is killed."""
+    """One that gloo does not let go of (see design.md) has no state of its own to leave, and is ended."""
     assert job.leftovers() == []
-    stay = stay - replaced(job, "still in its world")
+    stay = stay - replaced(job, "its shards are in a snapshot")
     assert same(torch.load(job.folder / "weights.pt"), expected, bits=False)
     assert stayed(job) == [[], sorted(stay)], job.err
     assert [len(pids(job, rank)) for rank in range(3)] == [1 if rank in stay else 2 for rank in range(3)]
@@ -45,6 +45,17 @@ def test_a_forward_that_fails_in_a_plain_loop_ends_its_rank_and_that_is_said(job
     assert run(job, [{"rank": 1, "step": 12, "at": "forward"}], "--fsdp") == 0, job.err
     check(job, undisturbed("--fsdp"), set())
     assert "rank 1 failed: killed by SIGKILL; in run.train() this rank could have gone on" in job.err
+
+
+def test_one_that_does_not_get_out_is_not_waited_for(job: Job, undisturbed: Any) -> None:
+    """Of what it has nothing is of use to anybody."""
+    kills = [
+        {"rank": 2, "step": 12, "at": "forward", "how": "stuck"},
+        {"rank": 1, "step": 12, "at": "forward", "after": 0},
+    ]
+    assert run(job, kills, "--fsdp", "--train") == 0, job.err
+    assert replaced(job, "its shards are in a snapshot") >= {2}
+    check(job, undisturbed("--fsdp"), {0})
 
 
 def test_two_at_once(job: Job, undisturbed: Any) -> None:

@@ -428,9 +428,9 @@ class Agent:
                     self._monitors.exited(rank)
                     self._advance(acts.Left(generation, rank, *self._world.left(rank)))
             case messages.Bequeathed(rank=rank, generation=generation, fd=fd, step=step):
-                if self._stage is not None:
+                if self._stage is not None and fd != messages.NO_FILE:
                     self._stage.keep_will(rank, fd, step)
-                self._advance(acts.Bequeathed(generation, rank))
+                self._advance(acts.Bequeathed(generation, rank, left=fd != messages.NO_FILE))
             case messages.Raised(rank=rank, generation=generation, headline=headline):
                 self._events.emit(record.RankRaised(generation, rank, headline))
             case messages.Trained(step=step, epoch=epoch, loss=loss, samples_per_s=pace, left=left):

@@ -100,6 +100,7 @@ class Bequeathed(msgspec.Struct, frozen=True):
 
     generation: int
     rank: int
+    left: bool = True  # its state; else that was in snapshots
 
 
 class Hung(msgspec.Struct, frozen=True):

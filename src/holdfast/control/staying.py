@@ -109,7 +109,8 @@ class Staying(Standing):
         if event.rank not in self.live or self.phase is not Phase.STOPPING:
             return []
         self.replaced |= {event.rank}
-        why = "it cannot leave its world, and has left its state to whoever takes its place"
+        why = "it cannot leave its world"
+        why += ", and has left its state to whoever takes its place" if event.left else "; its shards are in a snapshot"
         return self._kill(frozenset({event.rank}), why)
 
     def _kill(self, ranks: frozenset[int], why: str) -> list[Action]:

@@ -85,7 +85,7 @@ class Survival:
         self._main, self._thread = time.pthread_getcpuclockid(threading.get_ident()), threading.get_native_id()
         self._worked_s = 0.0
         self._late = 0
-        self._will = -1  # the file, if one had to be left: then this process ends
+        self._gave_up = False  # what it has is left to others, and this process ends
         self._left = -1  # the newest world that was left
         self._leaves = threading.Lock()  # a rank leaves its world, or its state; not both
         self._joins = False  # the next world's group is being made
@@ -119,16 +119,18 @@ class Survival:
         # One that waits for its GPU does nothing, either, and gets out when that is done.
         idle = self._worked_s - before_s < IDLE_S and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         idle = idle and linux.state(self._thread) not in ("R", "D")  # it waits for a core now, or for a disk
-        if self._late > 1 and self._will < 0 and (idle or self._late >= BUSY):
+        if self._late > 1 and not self._gave_up and (idle or self._late >= BUSY):
             here, generation = self._place, self._place.generation
-            if (will := self.bequeath()) is None:
+            will = self.bequeath()
+            if will is None and not rebuilding.is_sharded(self._modules):
                 return
+            fd, step = will or (messages.NO_FILE, -1)  # of shards the last snapshot is the agent's already
             with self._leaves:
-                if self._left >= generation:  # it has come to its end meanwhile
-                    os.close(will[0])
-                    return
-                self._will = will[0]
-                here.report(messages.Bequeathed(here.rank, generation, *will))  # and is ended now
+                if self._left < generation:
+                    self._gave_up = True
+                    here.report(messages.Bequeathed(here.rank, generation, fd, step))  # and is ended now
+                elif will is not None:  # it has come to its end meanwhile
+                    os.close(fd)
 
     def _awake_s(self) -> float:
         """For so long the training's thread has had something to do: on a busy machine it may get no core for it."""
@@ -225,10 +227,9 @@ class Survival:
     def leave(self) -> None:
         """This world, for good."""
         with self._leaves:
-            gave = self._will >= 0
-            if not gave:
+            if not self._gave_up:
                 self._left = self._place.generation
-        if gave:
+        if self._gave_up:
             threading.Event().wait()  # its state is somebody else's already, and its end on its way
         self._call("abort")
         groups.abort()

@@ -283,8 +283,12 @@ class Left(Message, frozen=True):
     beside: bool = False
 
 
+NO_FILE = -1
+
+
 class Bequeathed(Message, frozen=True):
-    """A rank cannot leave its world. Its state, as of that step, is in a file that it has open."""
+    """A rank cannot leave its world. Its state, as of that step, is in a file that it has open; in none, if that is but
+    a part, of no use without the others'."""
 
     rank: int
     generation: int
