@@ -90,7 +90,11 @@ def test_with_min_healthy_a_rank_is_replaced_and_no_restart_counted(cluster: Mak
     assert pair.leftovers() == []
 
 
-@pytest.mark.parametrize("flags", [("--fsdp",), ("--own", "--before")], ids=["shards", "groups"])
+@pytest.mark.parametrize(
+    "flags",
+    [("--fsdp",), pytest.param(("--own", "--before"), marks=pytest.mark.long)],
+    ids=["shards", "groups"],
+)
 def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster, flags: tuple[str, ...]) -> None:
     """Of the world as it was: neither shards nor groups of the program's own fit one of another size."""
     pair = cluster()
@@ -110,7 +114,9 @@ def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster, fla
     assert pair.leftovers() == []
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(300)])])
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("times", [10])
 def test_one_joins_and_leaves_again_and_again(cluster: MakeCluster, times: int) -> None:
     pair = cluster()
     job = training(pair, "1:2")

@@ -62,15 +62,19 @@ def check_growth(job: Job, pid: int, early: Held, mib: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recoveries", "warm", "mib"),
+    ("recoveries", "warm", "mib", "flags"),
     [
-        (25, 5, 10.0),
-        pytest.param(RECOVERIES, RECOVERIES // 5, 20.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+        (25, 5, 10.0, ()),
+        pytest.param(25, 5, 10.0, ("--own", "--before", "--train"), marks=pytest.mark.long),
+        pytest.param(RECOVERIES, RECOVERIES // 5, 20.0, (), marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
+    ids=["25", "25, a group of its own", "500"],
 )
-def test_memory_threads_descriptors_and_sockets_are_stable(job: Job, recoveries: int, warm: int, mib: float) -> None:
+def test_memory_threads_descriptors_and_sockets_are_stable(
+    job: Job, recoveries: int, warm: int, mib: float, flags: tuple[str, ...]
+) -> None:
     env = {"CHECKPOINT_DIR": str(job.folder / "saved")}
-    job.start(SCRIPT, "--steps=50000", "--pace=0.01", nproc=2, max_restarts=10_000, env=env)
+    job.start(SCRIPT, "--steps=50000", "--pace=0.01", *flags, nproc=2, max_restarts=10_000, env=env)
     survivor = job.wait_step(0, 3)["pid"]
     job.wait_event("zygote.grown")  # from then on new ranks import nothing
     recover(job, survivor, range(warm))

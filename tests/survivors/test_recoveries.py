@@ -36,7 +36,7 @@ def test_killed_in_the_recovery_itself(job: Job, undisturbed: Any, at: str, soon
     assert ["stay" in incident["action"] for incident in job.incidents()] == [True, True]
 
 
-@pytest.mark.parametrize("at", ["state", "sent"])
+@pytest.mark.parametrize("at", [pytest.param("state", marks=pytest.mark.long), "sent"])
 def test_the_one_that_gives_its_state_to_several_is_killed(job: Job, undisturbed: Any, at: str) -> None:
     """Before they have any of it, and when they have a part. Another one has the state, too."""
     kills: list[dict[str, Any]] = [

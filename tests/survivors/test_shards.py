@@ -41,6 +41,7 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
     assert "could have gone on" not in job.err
 
 
+@pytest.mark.long
 def test_a_forward_that_fails_in_a_plain_loop_ends_its_rank_and_that_is_said(job: Job, undisturbed: Any) -> None:
     assert run(job, [{"rank": 1, "step": 12, "at": "forward"}], "--fsdp") == 0, job.err
     check(job, undisturbed("--fsdp"), set())
@@ -58,6 +59,7 @@ def test_one_that_does_not_get_out_is_not_waited_for(job: Job, undisturbed: Any)
     check(job, undisturbed("--fsdp"), {0})
 
 
+@pytest.mark.long
 def test_two_at_once(job: Job, undisturbed: Any) -> None:
     kills = [
         {"rank": 0, "step": 12, "at": "backward", "after": 1},

@@ -129,7 +129,7 @@ class Rank:
         here = SimpleNamespace(rank=1, generation=3, report=self.heard.append)
         seat = SimpleNamespace(left=lambda: None)
         for name, value in {
-            "_place": here, "_seat": seat, "_leaves": threading.Lock(), "_left": -1, "_will": -1, "_late": 5,
+            "_place": here, "_seat": seat, "_leaves": threading.Lock(), "_left": -1, "_gave_up": False, "_late": 5,
             "_worked_s": 0.0, "_main": 0, "_thread": 0, "_modules": [], "_beside": SimpleNamespace(possible=False),
             "hooks": {"abort": [], "aborted": [], "health": [], "rejoin": []},
         }.items():  # fmt: skip

@@ -23,6 +23,7 @@ from holdfast.worker.phases import Phases
 from holdfast.worker.place import Place
 from holdfast.worker.seat import Seat
 
+TOLD_S = 1.0
 EXIT_LOST_NODE = 86  # as `control.causes` has it, which a rank does not import
 
 
@@ -75,15 +76,20 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
         if place.current() is here:
             reporter.raised(failure)
         errors.show(failure)
-        over = place.current() is here and here.seat is not None and here.seat.over
-        if over and errors.describe(failure).distributed:
-            text = f"holdfast: its world was over: {over}; in run.train() this rank could have gone on"
-            print(text, file=sys.stderr, flush=True)
+        if place.current() is here and errors.describe(failure).distributed:
+            _say_what_could_have_been(here)
         raise SystemExit(1) from None
     finally:
         if place.current() is here:  # and not a fork of the program's own that has come to its end
             here.beacon.enter(Phase.ENDING)
     raise SystemExit(0)
+
+
+def _say_what_could_have_been(here: Place) -> None:
+    """A rank may have seen that another one is gone before anybody has told it so."""
+    if here.seat is not None and (over := here.seat.is_over_within(TOLD_S)):
+        text = f"holdfast: its world was over: {over}; in run.train() this rank could have gone on"
+        print(text, file=sys.stderr, flush=True)
 
 
 class Reporter:

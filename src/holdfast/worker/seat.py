@@ -47,6 +47,13 @@ class Seat:
             self._changed.wait_for(lambda: bool(self.over or self.asked) or self._gone)
             self.over = self.over or self.asked
 
+    def is_over_within(self, wait_s: float) -> str:
+        """Why the world is over, if that is heard by then. Where nobody listens it never is."""
+        with self._changed:
+            if self._generation >= 0:
+                self._changed.wait_for(lambda: bool(self.over) or self._gone, wait_s)
+            return self.over
+
     def leave_at_boundary(self) -> None:
         """All ranks are at it. The others may have been asked before this one was."""
         with self._changed:

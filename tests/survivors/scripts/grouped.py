@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ out = Path(os.environ["STATE"])
 def may_die(where: str, done: int) -> None:
     if (int(os.environ["HOLDFAST_GENERATION"]), int(os.environ["RANK"]), done, where) in kills:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def held() -> list[int]:
-    """Connections and threads of this process."""
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [sum(link.startswith("socket:") for link in links), len(os.listdir("/proc/self/task"))]
 
 
 def made(model: nn.Module) -> tuple[nn.Module, list[dist.ProcessGroup], list[dist.ProcessGroup]]:
@@ -73,9 +66,6 @@ def say(**more: Any) -> None:
         news.write(json.dumps(more) + "\n")
 
 
-had: dict[int, list[int]] = {}  # the most of each, by generation
-
-
 def train() -> None:
     for [x] in run.batches(TensorDataset(data), 8, epochs=1, shuffle=False):
         may_die("forward", run.steps_done)
@@ -91,14 +81,10 @@ def train() -> None:
         optimizer.step()
         may_die("step", run.steps_done)
         run.step()
-        had[run.generation] = list(map(max, had.get(run.generation, [0, 0]), held()))
         say(step=run.steps_done)
 
 
 run.train(train)
-first, *later = had.values()
-while later and any(now > then for now, then in zip(held(), first, strict=True)):
-    time.sleep(0.01)  # what is left of other worlds ends in threads of its own
 weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
 if run.rank_zero:
     torch.save([each.detach() for each in weights], out / "weights.pt")
