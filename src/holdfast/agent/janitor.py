@@ -18,7 +18,8 @@ from holdfast import linux
 
 # Orphans that clean up behind a dead worker (multiprocessing's resource tracker, torch's shm manager) need a moment.
 ORPHAN_EXIT_S = 0.25
-ORPHAN_TERM_S = 0.25
+# Data loaders end by a SIGTERM, and what cleans up their shared memory, which ignores it, ends after the last of them.
+ORPHAN_TERM_S = 1.0
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def _watch(agent: int, lifeline_fd: int) -> None:
 
 
 def _end_all(wakeup_r: int) -> None:
-    """The zygotes have lost their agent too and end with their workers. What those leave gets half a second."""
+    """The zygotes have lost their agent too and end with their workers. What those leave is given time to clean up."""
     poll = select.poll()
     poll.register(wakeup_r, select.POLLIN)
     # A process that forks while it is killed is behind the list that was made of it, hence the many last rounds.
