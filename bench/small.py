@@ -67,7 +67,8 @@ def train(folder: Path) -> None:
         run.step(loss=loss)
         if run.steps_done > before:  # in that world, even if it is in the next one by now: by this rank, or by another
             log.step(run.rank, generation, run.steps_done)
-        time.sleep(pause_s)
+        if pause_s:  # a sleep of nothing gives the core away
+            time.sleep(pause_s)
 
 
 def train_by_hand(folder: Path) -> None:

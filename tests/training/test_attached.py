@@ -21,7 +21,7 @@ from holdfast.worker import counters
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
     """For good: a class that has had a `__new__` of its own cannot be made as it was."""
-    counters.install()
+    counters.wrap()
 
 
 @pytest.fixture(autouse=True)

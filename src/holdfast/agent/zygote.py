@@ -59,9 +59,10 @@ def _serve(channel_fd: int, extra: tuple[str, ...]) -> Work:
         except Exception as failure:
             link.send(messages.NotReady(f"cannot import torch: {type(failure).__name__}: {failure}"))
             os._exit(1)
-        from holdfast.worker import phases
+        from holdfast.worker import counters, groups, phases
 
-        phases.wrap()
+        for wraps in (phases, groups, counters):
+            wraps.wrap()
         refused = {}
     importlib.import_module("holdfast.worker.programs").preloaded()
     gc.freeze()  # a collection in a child would otherwise write to, and so copy, every page of these objects

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from holdfast import linux
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY, STAYED
-from holdfast.worker import counters, errors, groups, place, programs, stacks
+from holdfast.worker import errors, groups, place, programs, stacks
 from holdfast.worker.beacon import Beacon, Phase
 from holdfast.worker.phases import Phases
 from holdfast.worker.place import Place
@@ -52,9 +52,9 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     place.take(here)
     reporter = Reporter(here)
     Phases(here.beacon, reporter.first_step).install()
-    groups.install()
-    counters.install()
-    if os.environ.get(STAYED) and not os.environ.get(STANDBY):  # others wait for this one
+    if os.environ.get(STANDBY):
+        groups.stand_by()
+    elif os.environ.get(STAYED):  # others wait for this one
         importlib.import_module("holdfast.worker.kernels").load_with_first_parameter()
     here.beacon.enter(Phase.STARTING)  # the agent may not have known yet that there is somebody to watch
     if here.beacon.has_lease:

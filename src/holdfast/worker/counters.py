@@ -13,8 +13,8 @@ _made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _on_schedule: Callable[[Any], None] | None = None
 
 
-def install() -> None:
-    """Note all that are made from now on."""
+def wrap() -> None:
+    """Note all that are made from now on. In the zygote, as `phases.wrap`."""
     from torch.amp.grad_scaler import GradScaler
     from torch.optim.lr_scheduler import LRScheduler
 

@@ -58,8 +58,8 @@ _backends = threading.Lock()  # a group is asked for what it consists of in C++,
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 
 
-def install() -> None:
-    """Note the connections of all groups from now on."""
+def wrap() -> None:
+    """Note what groups are made, and their connections. A zygote does that for all its children, as `phases.wrap`."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,11 +75,16 @@ def install() -> None:
                     setattr(module, name, watched)
     DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)  # type: ignore[method-assign]
     DeviceMesh.__init__ = _keeping(DeviceMesh.__init__)  # type: ignore[method-assign]
-    if os.environ.get(STANDBY):
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        dist.init_process_group = c10d.init_process_group = _pretend(c10d.init_process_group)
-        register_optimizer_step_pre_hook(_trains_in_vain)
+
+def stand_by() -> None:
+    """In a process that has no rank yet."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    dist.init_process_group = c10d.init_process_group = _pretend(c10d.init_process_group)
+    register_optimizer_step_pre_hook(_trains_in_vain)
 
 
 def _watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,11 +181,11 @@ def refuse_to_stand_by(why: str) -> NoReturn:
 def _noted(init: Callable[..., None]) -> Callable[..., None]:
     """Of a new rank among old ones without a word to them: they have wrapped their modules long ago, and bring the
     weights along. What is wrapped after that is wrapped by all."""
-    alone = bool(os.environ.get(STAYED) or os.environ.get(STANDBY))
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **({**kwargs, "init_sync": False} if alone and not _settled else kwargs))
+        alone = not _settled and (os.environ.get(STAYED) or os.environ.get(STANDBY))
+        init(self, *args, **({**kwargs, "init_sync": False} if alone else kwargs))
         if not _settled:
             _wrappers.add(self)
         elif _on_own_group is not None:
