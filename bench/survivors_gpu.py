@@ -3,7 +3,10 @@
 
 Both ranks are on one GPU, where NCCL refuses to be, and gloo would need seconds for 1.6 GB of gradients, so these are
 not sent: both ranks have the same batch, and of each bucket one word goes through gloo. Their weights are compared
-every few steps, bit for bit: a state that was handed over wrong would show. This file is the script, too."""
+every few steps, bit for bit: a state that was handed over wrong would show. This file is the script, too.
+
+`--nccl`: by NCCL all the same, with gradients that are sent. Each rank tells it that it is on a machine of its own, so
+that they meet by sockets; that is slow, so the model is smaller. What NCCL does when a peer dies is the same."""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from bench.training import Decoder, Shape
 
 OWN = Path(__file__).resolve()
 BUCKET_MB = 400
+SMALLER = "1024 8 16384 4 256"
 COMPARED = 10  # steps from one comparison to the next
 _cuda: Any = torch.cuda
 
@@ -33,7 +37,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="of each")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between two kills, and a random part of one")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nccl", action="store_true")
     args = parser.parse_args()
+    if args.nccl:
+        os.environ |= {"BACKEND": "nccl", "SHAPE": os.environ.get("SHAPE", SMALLER), "NCCL_SOCKET_IFNAME": "lo"}
     print(f"{_cuda.get_device_name()}, {versions()}")
     print(f"`{' '.join(['python -m bench.survivors_gpu', *sys.argv[1:]])}`\n", flush=True)
     rows = []
@@ -101,12 +108,15 @@ def train(folder: Path) -> None:
 
     shape = Shape(*map(int, os.environ.get("SHAPE", "2048 14 49152 4 256").split()))
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo")
+    backend = os.environ.get("BACKEND", "gloo")
+    os.environ["NCCL_HOSTID"] = str(os.getpid())
+    dist.init_process_group(backend)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_default_dtype(torch.bfloat16)
     with device:
         model = DistributedDataParallel(Decoder(shape), bucket_cap_mb=BUCKET_MB)
-    model.register_comm_hook(None, one_word)
+    if backend == "gloo":
+        model.register_comm_hook(None, one_word)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     every = os.environ["MEMORY_EVERY"]
     run = holdfast.init(save_epochs=0, health_check_steps=0, memory_every=int(every) if every else None)

@@ -175,7 +175,7 @@ class Survival:
 
     def stand_by(self) -> None:
         """Until there is a place for this process."""
-        warming.warm(self._modules, self._state.values())
+        warming.warm(self._modules, self._state.values(), self._queues)
         rebuilding.release(self._modules)
         groups.leave()
         device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -233,6 +233,7 @@ class Survival:
             threading.Event().wait()  # its state is somebody else's already, and its end on its way
         self._call("abort")
         groups.abort()
+        groups.wait_for_gpu()
         self._call("aborted")
         if not self._call("health"):
             complain(f"rank {self._place.rank} is not healthy, by its own check, and ends")

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.checkpoint import randomness
@@ -17,7 +19,7 @@ from holdfast.data.order import Order
 from holdfast.worker import kernels
 
 
-def warm(modules: Iterable[nn.Module], others: Iterable[Any]) -> None:
+def warm(modules: Iterable[nn.Module], others: Iterable[Any], nccl: bool = False) -> None:
     """On the devices and in the precisions of these. Random generators are left as they were."""
     before = randomness.capture()
     kinds = {(p.device, p.dtype) for module in modules for p in module.parameters() if p.dtype.is_floating_point}
@@ -31,7 +33,18 @@ def warm(modules: Iterable[nn.Module], others: Iterable[Any]) -> None:
     Order(8, 0, 0, True).pick(torch.arange(8))
     for _ in DataLoader(data, batch_size=4):
         pass
+    if nccl and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _meet_nobody()
     randomness.put_back(before)
+
+
+def _meet_nobody() -> None:
+    """A group of one rank. The first that a process makes takes ten times as long as others."""
+    with contextlib.suppress(RuntimeError):
+        alone: Any = dist.ProcessGroupNCCL(HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+        alone.allreduce([torch.ones(1, device="cuda")]).wait()
+        torch.cuda.synchronize()
+        alone.abort()
 
 
 def _reserve(optimizer: torch.optim.Optimizer) -> None:

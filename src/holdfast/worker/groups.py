@@ -1,7 +1,9 @@
 """The process groups of a rank: how to get out of one that is broken, and into the next world's.
 
-NCCL can be aborted from another thread. Gloo cannot: a rank that waits for a peer waits until the connection is closed,
-or for half an hour. So the connections that a gloo group makes are noted as it makes them, and closed from here.
+NCCL can be aborted from another thread, and lets go of who waits within milliseconds. Then it takes half a second
+more, until one of its own threads looks up; nobody waits for that. Gloo cannot be aborted: a rank that waits for a peer
+waits until the connection is closed, or for half an hour. So the connections that a gloo group makes are noted as it
+makes them, and closed from here.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ _level: int | None = None  # of those logs, while they are hushed
 _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 _backends = threading.Lock()  # a group is asked for what it consists of in C++, or is given something else
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
+_ending: dict[int, threading.Thread] = {}  # each that aborts one of NCCL's, by that one's id
 
 
 def wrap() -> None:
@@ -239,9 +242,8 @@ def abort(store: bool = False) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     with _backends:
-        for group in list(c10d._world.pg_names):
-            with contextlib.suppress(Exception):
-                group.abort()
+        for backend in [each for group in list(c10d._world.pg_names) for each in handles.backends(group) or [group]]:
+            _abort(backend)
     stores = os.environ.get("MASTER_PORT", "") if store else ""
     if stores:
         _hush(True)
@@ -255,6 +257,39 @@ def abort(store: bool = False) -> None:
         for each in closing:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def _abort(backend: Any) -> None:
+    """NCCL's each in a thread of its own: that of one may wait for what the GPU does for another."""
+    if not _is_nccl(backend):
+        with contextlib.suppress(Exception):
+            backend.abort()
+    elif id(backend) not in _ending:
+        ends = threading.Thread(target=_abort_nccl, args=(backend,), name="holdfast-nccl", daemon=True)
+        _ending[id(backend)] = ends
+        ends.start()
+
+
+def _abort_nccl(backend: Any) -> None:
+    for end in (backend.abort, backend.shutdown):
+        with contextlib.suppress(Exception):
+            end()
+    del _ending[id(backend)]
+
+
+def _is_nccl(backend: Any) -> bool:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.is_nccl_available() and isinstance(backend, c10d.ProcessGroupNCCL)
+
+
+def wait_for_gpu() -> None:
+    """After `abort()`: until what the GPU was doing in these groups has come to its end. It writes into memory that is
+    given to something else from here on."""
+    import torch
+
+    if _ending:
+        torch.cuda.synchronize()
 
 
 def _hush(hushed: bool) -> None:
@@ -322,6 +357,8 @@ def leave() -> None:
 
     abort()
     last = list(c10d._world.pg_names)
+    if _ending:
+        c10d._world.pg_names.clear()  # those in there are shut down first, which is being done already
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
     with _backends:

@@ -43,12 +43,9 @@ class Call:
         if (group := self.group) is None or not self._current:
             return []
         self._current, self._in_use = False, group in known
-        backends = []
-        for device in group._device_types:
-            with contextlib.suppress(RuntimeError):
-                backends.append(group._get_backend(device))
+        consists_of = backends(group)
         _let_go()(group._id())
-        return backends
+        return consists_of
 
     def make_again(self) -> None:
         """Also what the program has destroyed since: a new rank has that still before it."""
@@ -80,6 +77,14 @@ def keep(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return False
     _calls.append(Call(make, given, group))
     return True
+
+
+def backends(group: Any) -> list[Any]:
+    found = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            found.append(group._get_backend(device))
+    return found
 
 
 def keep_default() -> None:
