@@ -228,6 +228,7 @@ class Zygote:
 def _wait_for_work(sock: socket.socket, program: messages.Program | None) -> None:
     if program is not None:
         importlib.import_module("holdfast.worker.programs").prepare(program)
+        importlib.import_module("holdfast.worker.rehearsal").rehearse()
     link: channel.Channel[messages.ToZygote] = channel.Channel(sock, messages.ToZygote)
     try:
         received = link.receive()
