@@ -20,7 +20,11 @@ from holdfast.agent.doorbell import Doorbell, Handed, Sorry
 from holdfast.agent.vault import Vault
 from holdfast.agent.world import RunningWorld
 from holdfast.checkpoint import writing
+from holdfast.checkpoint.format import Policy
+from holdfast.checkpoint.plans import Position
 from holdfast.checkpoint.slots import Slot
+from holdfast.checkpoint.snapshots import Memory, Snapshots
+from holdfast.checkpoint.together import Together
 from holdfast.checkpoint.writing import Desk
 from holdfast.control.worlds import World
 from holdfast.observe.events import Event, EventLog
@@ -129,6 +133,63 @@ def test_a_rank_gets_all_slots_of_its_node_and_a_line(monkeypatch: pytest.Monkey
 
     asyncio.run(play())
     assert saved_steps(url) == [4]
+
+
+def test_who_goes_on_in_another_world_keeps_its_memory_as_it_is(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    async def play() -> None:
+        async with scene(monkeypatch, nproc=2) as here:
+            desk = await here.attach()
+            assert desk is not None
+            before = len(linux.open_descriptors())
+            memory = Memory(desk)
+            own, other = memory.slots[1], memory.slots[2]
+            fill(own, a_snapshot(url, 4))
+            fill(other, a_snapshot(url, 4))
+            address = own.address
+            memory.leave()
+            desk.close()
+            assert (own.address, other.address) == (address, 0)
+            again = await asyncio.to_thread(writing.attach, False)
+            assert again is not None and again.slots == []
+            memory.move(again)
+            assert own.address == address and own.lock()
+            again.save(1, 4)  # the writer has the same memory, and waits for its lock
+            own.unlock()
+            saved = await asyncio.to_thread(again.receive)
+            assert saved is not None and saved.ok
+            assert here.ranks is not None
+            here.ranks.local_rank = 1
+            elsewhere = await asyncio.to_thread(writing.attach, False)
+            assert elsewhere is not None
+            memory.move(elsewhere)
+            assert own.address == 0, "which is somebody else's by now"
+            again.close()
+            elsewhere.close()
+            memory.close()
+            assert len(linux.open_descriptors()) < before
+
+    asyncio.run(play())
+    assert saved_steps(url) == [4]
+
+
+@pytest.mark.parametrize(
+    ("left", "first_to_be_filled"),
+    [({}, 0), ({0: (4, 0)}, 1), ({1: (4, 0)}, 0), ({0: (6, 0), 1: (4, 0)}, 1), ({0: (4, 0), 1: (4, 2)}, 1),
+     ({0: (4, 2), 1: (4, 0)}, 0)],
+)  # fmt: skip
+def test_the_newest_snapshot_is_the_last_to_be_filled_over(
+    url: str, left: dict[int, tuple[int, int]], first_to_be_filled: int
+) -> None:
+    """Also by who comes after the one that took it. A part of a step is not as much as a whole one."""
+    desk = writing.start_own(loads_torch=False)
+    memory = Memory(desk)
+    for slot, (step, part) in left.items():
+        fill(memory.slots[slot], a_snapshot(url, step, part=part))
+    together = cast("Together", None)  # nobody is asked here
+    snapshots = Snapshots(memory, "w", Position(0, 1, 0, 1, 0, 1), together, url, False, Policy())
+    assert snapshots._free((), False, False) == first_to_be_filled
+    memory.close()
+    desk.close()
 
 
 def test_more_slots_than_one_message_can_take(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

@@ -26,7 +26,7 @@ from holdfast.checkpoint.format import epoch_file, step_folder
 from holdfast.checkpoint.pace import FIRST, Pace
 from holdfast.checkpoint.restore import Restored, Restoring
 from holdfast.checkpoint.sharded import is_sharded
-from holdfast.checkpoint.snapshots import Moment, Snapshots
+from holdfast.checkpoint.snapshots import Memory, Moment, Snapshots
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.together import Together, join
 from holdfast.wire import messages
@@ -50,6 +50,7 @@ class Checkpointer:
     tensors and plain values. Every rank makes one, with the same arguments, and calls the same methods."""
 
     _with_agent: ClassVar[weakref.ref[Checkpointer] | None] = None
+    _kept: ClassVar[Memory | None] = None  # while this process is between two worlds
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class Checkpointer:
             raise CheckpointError(
                 "there is a Checkpointer already, and its memory is this rank's; close() that one first"
             )
-        desk = writing.attach()
+        kept = Checkpointer._kept
+        desk = writing.attach(slots=kept is None)
         try:
             has_agent = self._has_agent = self._all_have(desk is not None)
         except Exception:  # another rank is gone
@@ -94,12 +96,14 @@ class Checkpointer:
         if desk is not None and not has_agent:
             desk.close()
         self._desk = desk if desk is not None and has_agent else writing.start_own(together.size == 1)
+        self._memory = self._memory_for(kept if has_agent else None)
+        Checkpointer._kept = None
         local_rank = self._desk.own[0] // 2 if has_agent else None
         self._position = settings.position(together.rank, together.size, local_rank)
         self._generation = settings.generation()
         world = self._desk.world if has_agent else together.tell(self._desk.world.encode()).decode()
         self._snapshots = Snapshots(
-            self._desk, world, self._position, together, self._storage.url, self._shared, self._policy
+            self._memory, world, self._position, together, self._storage.url, self._shared, self._policy
         )
         self._courier = Courier(self._desk, together)
         self._appointments: Appointments | None = None  # once there are steps
@@ -123,6 +127,14 @@ class Checkpointer:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         atexit.register(self._at_exit)
+
+    def _memory_for(self, kept: Memory | None) -> Memory:
+        if kept is None:
+            if Checkpointer._kept is not None:
+                Checkpointer._kept.close()
+            return Memory(self._desk)
+        kept.move(self._desk)
+        return kept
 
     def _all_have(self, desk: bool) -> bool:
         """Whether each rank has a desk from its agent."""
@@ -177,7 +189,7 @@ class Checkpointer:
     def abandon(self) -> None:
         """The world is over, and what was under way with it. What is in memory stays there."""
         self._parcels.clear()
-        self._let_go(failed=True, wait_s=0.0)  # its threads end by themselves, at the latest with the store
+        self._let_go(failed=True, wait_s=0.0, keeps=self._has_agent)  # its threads end by themselves, or with the store
 
     def step(self, step: int, *, epoch: int | None = None, metrics: Metrics | None = None) -> None:
         """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits.
@@ -277,7 +289,7 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make another one")
 
-    def _let_go(self, failed: bool = False, wait_s: float = CLOSE_S) -> None:
+    def _let_go(self, failed: bool = False, wait_s: float = CLOSE_S, keeps: bool = False) -> None:
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
@@ -287,7 +299,11 @@ class Checkpointer:
             self._courier.close(failed, wait_s)
             if self._appointments is not None:
                 self._appointments.close(wait_s)
-            self._snapshots.close()
+            if keeps:
+                self._memory.leave()
+                Checkpointer._kept = self._memory
+            else:
+                self._memory.close()
             self._desk.close(failed)
             Checkpointer._with_agent = None
 

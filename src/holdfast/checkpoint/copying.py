@@ -95,11 +95,15 @@ class Copier:
             elif copies:
                 torch._foreach_copy_([into for _, into in copies], [source for source, _ in copies], non_blocking=True)
 
-    def close(self) -> None:
+    def rest(self) -> None:
         """Wait, and end the thread. It may be started again."""
         self.wait()
         self._end_thread()
         self._targets.clear()
+
+    def close(self) -> None:
+        """The same, and let go of what is page-locked."""
+        self.rest()
         self._pinned.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------

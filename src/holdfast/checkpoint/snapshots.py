@@ -18,6 +18,7 @@ from holdfast.checkpoint.plans import Position
 from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.together import Together
 from holdfast.checkpoint.writing import Desk
+from holdfast.wire import channel
 
 _NOTHING = msgspec.Raw(b"null")
 
@@ -34,12 +35,46 @@ class Moment(msgspec.Struct, frozen=True):
     part: int = 0
 
 
+class Memory:
+    """The node's slots, as a process has them: mapped, and page-locked where they are filled from a GPU. That takes a
+    tenth of a second for some gigabytes, and so does the way back; who goes on in another world keeps them."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._fds = desk.take_slots()
+        self.own = desk.own
+        self.slots = [Slot(fd) for fd in self._fds]
+        self.copier = Copier()
+
+    def move(self, desk: Desk) -> None:
+        """To another place in another world."""
+        if self.own != desk.own:
+            self._let_go()
+        self.own = desk.own
+
+    def leave(self) -> None:
+        """What is kept for the next world is what this process fills itself."""
+        self.copier.rest()
+        for index, slot in enumerate(self.slots):
+            if index not in self.own:
+                slot.close()
+
+    def close(self) -> None:
+        self._let_go()
+        channel.close_all(self._fds)
+        self._fds = []
+
+    def _let_go(self) -> None:
+        self.copier.close()
+        for slot in self.slots:
+            slot.close()
+
+
 class Snapshots:
     """Copies, and what they cost the training."""
 
     def __init__(
         self,
-        desk: Desk,
+        memory: Memory,
         world: str,
         position: Position,
         together: Together,
@@ -47,8 +82,7 @@ class Snapshots:
         shared: bool,
         policy: Policy,
     ) -> None:
-        self._slots = [Slot(fd) for fd in desk.slots]
-        self._own = desk.own
+        self._slots, self._own, self._copier = memory.slots, memory.own, memory.copier
         self._world = world
         self._position = position
         self._together = together
@@ -57,10 +91,9 @@ class Snapshots:
         self._seen = tree.Memory()
         self._planner = plans.Planner(position, shared)
         self._policy = policy
-        self._copier = Copier()
         self._copying: Future[None] | None = None
         self._on_device = False
-        self._newest = desk.own[1]  # so that the first goes to the other one
+        self._newest = self._newest_left()
         first = position.rank - position.local_rank
         self._ranks = tuple(range(position.world_size) if shared else range(first, first + position.local_size))
         self._cost_s = 0.0  # of the last one, so far
@@ -123,6 +156,14 @@ class Snapshots:
             if self._slots[index].lock():
                 return index
         return next((index for index in unused if self._slots[index].lock(wait=True)), None) if sure else None
+
+    def _newest_left(self) -> int:
+        """By whoever had these slots before: it is the last to be filled. Of two of the same step the whole one."""
+        first, second = (_step(self._slots[index]) for index in self._own)
+        if first == second >= 0:
+            loaded = self._slots[self._own[1]].load()
+            return self._own[0] if loaded is not None and loaded[0].part else self._own[1]
+        return self._own[0] if first > second else self._own[1]
 
     def _copied(self, slot: Slot, copying: Future[None], failure: BaseException | None) -> None:
         if failure is None:
@@ -198,10 +239,11 @@ class Snapshots:
     def restore(self, copies: Any, data: memoryview) -> None:
         self._copier.restore(copies, data)
 
-    def close(self) -> None:
-        self._copier.close()
-        for slot in self._slots:
-            slot.close()
+
+def _step(slot: Slot) -> int:
+    """That is whole in it, whichever world's it is; -1 if none is."""
+    head = slot.peek()
+    return head.step if head is not None and head.complete else -1
 
 
 def _passed(event: torch.cuda.Event) -> bool:

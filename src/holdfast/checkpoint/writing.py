@@ -35,7 +35,7 @@ _START = "import sys\nsys.path.append(sys.argv.pop(1))\nfrom holdfast.checkpoint
 
 class Desk:
     """`slots` are descriptors of all slots of the node; `own` says which two of them are this process's. `world` goes
-    into its snapshots. The descriptors stay the desk's until `close`.
+    into its snapshots. The descriptors stay the desk's until `close`, unless somebody takes them.
 
     One thread may receive while another saves. If the writer dies, `receive` returns None, and what it was asked for
     and has not answered is not saved; the next `save` finds, or starts, another one, and `fileno` is another then.
@@ -65,6 +65,11 @@ class Desk:
         except channel.ChannelClosed:
             self._lost = True
             raise BrokenPipeError("the writer of checkpoints ends as soon as it is started") from None
+
+    def take_slots(self) -> list[int]:
+        """They are the caller's from now on."""
+        slots, self.slots = self.slots, []
+        return slots
 
     def fileno(self) -> int:
         return self._link.fileno()
@@ -148,8 +153,9 @@ def start_own(loads_torch: bool = True) -> Desk:
         raise
 
 
-def attach() -> Desk | None:
-    """The desk that a rank has from its agent. None: there is no agent, or this is no rank of its; `start_own` then."""
+def attach(slots: bool = True) -> Desk | None:
+    """The desk that a rank has from its agent; without slots where it has them already. None: there is no agent, or
+    this is no rank of its; `start_own` then."""
     name = os.environ.get(DOORBELL, "")
     if not name:
         return None
@@ -159,7 +165,7 @@ def attach() -> Desk | None:
         return channel.adopt(fds[0])
 
     try:
-        attached, fds = _ask(name, Attach())
+        attached, fds = _ask(name, Attach(slots))
     except (OSError, msgspec.MsgspecError):
         return None
     return Desk(channel.adopt(fds[0]), fds[1:], attached.local_rank, attached.world, renew)
