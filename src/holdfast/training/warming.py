@@ -4,7 +4,7 @@ that are made. One that stands by does it while nobody waits for it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from holdfast.data import fingerprint
 from holdfast.data.order import Order
 from holdfast.worker import kernels
 
+ROWS = 1024
+SHAPES = 16
 
-def warm(modules: Iterable[nn.Module], others: Iterable[Any], nccl: bool = False) -> None:
+
+def warm(modules: Sequence[nn.Module], others: Iterable[Any], nccl: bool = False) -> None:
     """On the devices and in the precisions of these. Random generators are left as they were."""
     before = randomness.capture()
     kinds = {(p.device, p.dtype) for module in modules for p in module.parameters() if p.dtype.is_floating_point}
     for device, dtype in sorted(kinds, key=str):
         kernels.compute(device, dtype)
+    _multiply(modules)
     for optimizer in others:
         if isinstance(optimizer, torch.optim.Optimizer):
             _reserve(optimizer)
@@ -36,6 +40,17 @@ def warm(modules: Iterable[nn.Module], others: Iterable[Any], nccl: bool = False
     if nccl and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _meet_nobody()
     randomness.put_back(before)
+
+
+def _multiply(modules: Iterable[nn.Module]) -> None:
+    """By the weights of layers on a GPU, one of each shape: a product has code of its own for shapes of its own."""
+    layers = [part for module in modules for part in module.modules() if isinstance(part, nn.Linear)]
+    shapes = {(each.weight.shape, each.weight.dtype): each for each in layers if each.weight.is_cuda}
+    for layer in list(shapes.values())[:SHAPES]:
+        weight = layer.weight
+        with contextlib.suppress(RuntimeError):  # out of memory is one, too
+            x = torch.ones(ROWS, weight.shape[1], device=weight.device, dtype=weight.dtype, requires_grad=True)
+            torch.autograd.grad(nn.functional.linear(x, weight, layer.bias).sum(), [x, weight])
 
 
 def _meet_nobody() -> None:
