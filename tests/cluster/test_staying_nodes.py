@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import metadata
 from cluster.cluster import Cluster, Line, MakeCluster
 from cluster.jobs import Job
+from holdfast.checkpoint import catalogue, export
+from holdfast.checkpoint.folder import Folder
 
+STEPS = 100_000
 SCRIPT = Path(__file__).parents[1] / "survivors" / "scripts" / "survives.py"
 
 
@@ -20,7 +27,7 @@ def training(nodes: Cluster, nnodes: str, *flags: str, more: tuple[str, ...] = (
     (nodes.folder / "state").mkdir()
     env = {"CHECKPOINT_DIR": str(nodes.folder / "checkpoints"), "STATE": str(nodes.folder / "state")}
     env["GLOO_SOCKET_IFNAME"] = "lo"
-    args = ("--steps=100000", "--pace=0.02", *more)
+    args = (f"--steps={STEPS}", "--pace=0.02", *more)
     return Job(nodes, *flags, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
 
 
@@ -74,6 +81,26 @@ def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
     assert trio.leftovers() == []
 
 
+def test_a_node_whose_cloud_takes_it_back_leaves_in_order(cluster: MakeCluster) -> None:
+    pair = cluster()
+    with metadata.serving() as cloud:
+        job = training(pair, "1:2", more=("--per-rank",))
+        job.start(0)
+        first = job.wait_generation(0, 0)[0]
+        job.start(1, flags=("--spot=gcp",), env=cloud.env)
+        job.wait_generation(1, 0, 1)
+        cloud.notice()
+        assert job.ends(1) == [0]
+        world = job.wait_generation(2, 0)
+    assert world[0]["pid"] == first["pid"] and world[0]["restart_count"] == 0
+    assert "Google Cloud takes this machine back within 30 s: it leaves the job, as by SIGTERM" in pair.err(1)
+    pair.signal_agent(0, signal.SIGTERM)
+    assert job.ends(0) == [0]
+    done = steps(pair, first["pid"])
+    assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
+    assert pair.leftovers() == []
+
+
 def test_with_min_healthy_a_rank_is_replaced_and_no_restart_counted(cluster: MakeCluster) -> None:
     pair = cluster()
     job = training(pair, "2:2", "--restart-policy=min-healthy")
@@ -90,15 +117,10 @@ def test_with_min_healthy_a_rank_is_replaced_and_no_restart_counted(cluster: Mak
     assert pair.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--fsdp",), pytest.param(("--own", "--before"), marks=pytest.mark.long)],
-    ids=["shards", "groups"],
-)
-def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster, flags: tuple[str, ...]) -> None:
-    """Of the world as it was: neither shards nor groups of the program's own fit one of another size."""
+def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster) -> None:
+    """Of the world as it was: groups of the program's own do not fit one of another size."""
     pair = cluster()
-    job = training(pair, "1:2", more=(*flags, "--train"))
+    job = training(pair, "1:2", more=("--own", "--before", "--train"))
     job.start(0)
     first = job.wait_generation(0, 0)[0]
     job.start(1)
@@ -112,6 +134,56 @@ def test_who_can_be_no_other_saves_before_a_node_joins(cluster: MakeCluster, fla
     assert job.ends(0, 1) == [0, 0]
     assert "1 rank stays, if the next world is as large" in pair.err(0)
     assert pair.leftovers() == []
+
+
+def test_shards_are_cut_anew_as_nodes_come_and_go(cluster: MakeCluster) -> None:
+    """In the same process: of two ranks, of one, and of two again."""
+    pair = cluster()
+    job = training(pair, "1:2", more=("--fsdp", "--train"))
+    job.start(0)
+    first = job.wait_generation(0, 0)[0]["pid"]
+    job.start(1)
+    world = job.wait_generation(1, 0, 1)
+    assert world[0]["pid"] == first and world[0]["restart_count"] == 0
+    pair.signal_agent(1, signal.SIGTERM)
+    assert job.ends(1) == [0]
+    assert job.wait_generation(2, 0)[0]["pid"] == first
+    job.start(1)
+    world = job.wait_generation(3, 0, 1)
+    assert world[0]["pid"] == first and world[0]["restart_count"] == 0
+    pair.kill_node(1)
+    world = job.wait_generation(4, 0)
+    assert world[0]["pid"] == first and world[0]["restart_count"] == 1
+    pair.signal_agent(0, signal.SIGTERM)
+    assert job.ends(0) == [0]
+    assert pair.leftovers() == []
+    done = steps(pair, first)
+    moves = [after - before for before, after in itertools.pairwise(done)]
+    assert max(moves) <= 2, "of the last step of a world a rank may not get to tell"
+    assert sum(move <= 0 for move in moves) <= 1, "only what the lost node has taken with it is done again"
+    check_weights(pair.folder / "checkpoints")
+
+
+def check_weights(folder: Path) -> None:
+    """Of the last checkpoint: those that one process alone comes to."""
+    storage = Folder(str(folder))
+    last = catalogue.find(storage).found[0]
+    export.export(storage, last, str(folder / "last.pt"))
+    saved = torch.load(folder / "last.pt")["model_state_dict"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    data = torch.randn(STEPS * 16, 8)
+    assert last.step is not None
+    for step in range(last.step):
+        x = data[16 * step : 16 * (step + 1)]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x.roll(1, dims=1).sin()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+    for name, weights in model.state_dict().items():
+        assert torch.allclose(saved[name], weights, rtol=1e-3, atol=1e-4), name
 
 
 @pytest.mark.long

@@ -188,8 +188,13 @@ def test_a_collective_of_the_programs_own(job: Job, undisturbed: Any) -> None:
 
 
 def test_one_that_fails_outside_of_run_train_ends_its_rank_and_that_is_said(job: Job, undisturbed: Any) -> None:
-    """What it was to return is missing, and nobody knows what the program does with it."""
-    assert run(job, [{"rank": 1, "step": 11, "at": "before step"}], "--own") == 0, job.err
+    """What it was to return is missing, and nobody knows what the program does with it. Rank 1 dies while the others
+    wait for it: one that hears of a death elsewhere stays."""
+    kills = [
+        {"rank": 1, "step": 11, "at": "forward", "how": "soon", "s": 1.0},
+        {"rank": 1, "step": 11, "at": "backward", "how": "stuck"},
+    ]
+    assert run(job, kills, "--own") == 0, job.err
     assert job.leftovers() == []
     assert same(torch.load(job.folder / "weights.pt"), undisturbed("--own"), bits=False)
     assert (

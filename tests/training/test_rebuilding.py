@@ -69,7 +69,7 @@ def test_a_mesh_of_a_part_of_the_ranks() -> None:
     model = nn.Linear(2, 2)
     group = dist.new_group([0])
     assert handles.keep(dist.new_group, ([0],), {}, group)
-    fully_shard(model, mesh=device_mesh.DeviceMesh.from_group(group, "cpu"))
+    fully_shard(model, mesh=device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("part",)))
     assert hinders(model).startswith("shards on a mesh that is not all ranks")
 
 
@@ -175,3 +175,91 @@ def test_wrapped_for_a_part_of_the_ranks() -> None:
     assert handles.keep(dist.new_group, ([0],), {}, own)
     model = DistributedDataParallel(nn.Linear(2, 2), process_group=own)
     assert hinders(model).startswith("a DistributedDataParallel of a part of the ranks has other weights")
+
+
+# -- shards in a world of another size --------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 7), nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.outer(self.inner(x))
+        return y
+
+
+def begin_fake_world(rank: int, size: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=size)
+
+
+def a_mesh(name: str) -> device_mesh.DeviceMesh:
+    """Of a name that no other has: torch would take one for the other."""
+    return init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rows(parameter: Any) -> int:
+    return int(parameter.to_local().shape[0])
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_meshes", [])
+    monkeypatch.setattr(device_mesh.DeviceMesh, "__init__", groups._keeping(device_mesh.DeviceMesh.__init__))
+
+
+def test_shards_are_cut_anew_in_the_objects_that_there_are(noted: None) -> None:
+    begin_fake_world(0, 2)
+    model, mesh = Model(), a_mesh("cut anew")
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    before: list[Any] = list(model.parameters())
+    assert [rows(each) for each in before] == [4, 4, 1, 1]
+    assert rebuilding.fits_any_size([model], {"tokens": 3})
+    for rank, size, expected in [(2, 3, [1, 1, 0, 0]), (0, 1, [7, 7, 2, 2]), (1, 2, [3, 3, 1, 1])]:
+        rebuilding.release([model])
+        begin_fake_world(rank, size)
+        assert rebuilding.renew([model], [optimizer])
+        assert all(map(lambda one, other: one is other, model.parameters(), before))
+        assert [rows(each) for each in before] == expected
+        for parameter in before:
+            assert parameter.device_mesh.size() == size and parameter.device_mesh.get_local_rank() == rank
+            assert optimizer.state[parameter]["exp_avg"].to_local().shape == parameter.to_local().shape
+        train(model, optimizer)
+        assert not rebuilding.renew([model], [optimizer]), "it is as it should be"
+
+
+def test_copies_of_shards_are_of_one_size(noted: None) -> None:
+    begin_fake_world(0, 2)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=a_mesh("copied"))
+    copy = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    assert rebuilding.fits_any_size([model], {"tokens": 3})
+    assert not rebuilding.fits_any_size([model], {"average": copy})
+
+
+def test_another_mesh_is_of_one_size(noted: None) -> None:
+    begin_fake_world(0, 2)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=a_mesh("one"))
+    mesh = a_mesh("other")
+    assert not rebuilding.fits_any_size([model], {})
+    del mesh
+    assert rebuilding.fits_any_size([model], {})
+
+
+def test_hsdp_is_of_one_size(noted: None) -> None:
+    begin_fake_world(0, 4)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("two", "dimensions")))
+    assert not rebuilding.fits_any_size([model], {})

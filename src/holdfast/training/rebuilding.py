@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.checkpoint import contents
+from holdfast.training import resharding
 from holdfast.worker import groups, handles
 
 
@@ -133,8 +136,27 @@ def release(modules: Iterable[nn.Module]) -> None:
             part.process_group = None  # type: ignore[assignment]
 
 
-def renew(modules: Iterable[nn.Module]) -> None:
-    """Without a word to the other ranks: that all have the same weights is seen to elsewhere."""
+def fits_any_size(modules: Iterable[nn.Module], others: Mapping[str, Any]) -> bool:
+    """Whether all that is sharded can be cut for a world of another size. A copy of shards, an average say, cannot: who
+    made it knows what it is a copy of."""
+    modules = list(modules)
+    sharded = [group for part in _parts(modules) for group in _param_groups(part)]
+    held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    held += contents.collect(others).tensors.values()
+    with contextlib.suppress(AttributeError):  # a torch that has it elsewhere
+        own = {id(each.sharded_param) for group in sharded for each in group.fsdp_params}
+        copies = any(isinstance(tensor, DTensor) and id(tensor) not in own for tensor in held)
+        return not copies and resharding.can_be_cut(sharded, groups.meshes())
+    return False
+
+
+def renew(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> bool:
+    """Without a word to the other ranks: that all have the same weights is seen to elsewhere. Whether shards were cut
+    anew, which are empty then."""
+    modules = list(modules)
+    stale = resharding.other(group for part in _parts(modules) for group in _param_groups(part))
+    for mesh in {id(group.mesh_info.mesh): group.mesh_info.mesh for group in stale}.values():
+        resharding.span(mesh)
     for part in _parts(modules):
         if isinstance(part, DistributedDataParallel):
             _renew_ddp(part)
@@ -150,6 +172,9 @@ def renew(modules: Iterable[nn.Module]) -> None:
                         if not handles.is_kept(known.get(name)):
                             known[name] = c10d._get_default_group()
                     info.__post_init__()
+    for group in stale:
+        resharding.cut(group, optimizers)
+    return bool(stale)
 
 
 def _renew_ddp(part: DistributedDataParallel) -> None:

@@ -71,6 +71,12 @@ class Survival:
         modules = rebuilding.held(state.values())
         self._place, self._seat, self._state, self._modules = here, seat, state, modules
         self.hooks = hooks
+        sharded = rebuilding.is_sharded(modules)
+        stepped = (nn.Module, torch.optim.Optimizer)
+        others = {name: value for name, value in state.items() if not isinstance(value, stepped)} if sharded else {}
+        self._fits_any_size = not handles.are_kept(default=not sharded) and (
+            not sharded or rebuilding.fits_any_size(modules, others)
+        )
         self._made = groups.made()
         self._queues = self._made is not None and "nccl" in (self._made.backend or "cuda:nccl")
         self.begins_again = False  # the program does, after each end of a world
@@ -147,7 +153,7 @@ class Survival:
     @property
     def as_it_is(self) -> bool:
         """Whether this process can be no other rank, and its world no other size."""
-        return rebuilding.is_sharded(self._modules) or handles.are_kept()
+        return not self._fits_any_size
 
     def _own_group(self, called: str) -> None:
         """A group that the program has made for itself goes with its world. Who begins again makes another one."""
@@ -266,7 +272,9 @@ class Survival:
             groups.join(self._made)
         finally:
             self._joins = False
-        rebuilding.renew(self._modules)
+        optimizers = [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)]
+        if rebuilding.renew(self._modules, optimizers):
+            self._mark = None  # of shards that were others
         self._beside.begin_world()
         self.doomed = False
 

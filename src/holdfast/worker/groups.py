@@ -56,6 +56,7 @@ _on_own_group: Callable[[str], None] | None = None
 _wanted: Made | None = None
 _level: int | None = None  # of those logs, while they are hushed
 _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+_meshes: list[weakref.ref[Any]] = []  # two that are alike are two
 _backends = threading.Lock()  # a group is asked for what it consists of in C++, or is given something else
 _sockets: set[tuple[int, int]] = set()  # of gloo's connections: descriptor and inode
 _ending: dict[int, threading.Thread] = {}  # each that aborts one of NCCL's, by that one's id
@@ -135,8 +136,14 @@ def _keeping(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
         if not _settled:
             handles.keep_default()
+            _meshes.append(weakref.ref(self))
 
     return __init__
+
+
+def meshes() -> list[Any]:
+    """Each DeviceMesh that was made before `run.attach()`, by the program or for it, and is still there."""
+    return [mesh for each in _meshes if (mesh := each()) is not None]
 
 
 def on_own_group(call: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ class Call:
     """One of new_group, and what came of it. A rank that is not in a group takes part in making it, too."""
 
     def __init__(self, make: Callable[..., Any], arguments: dict[str, Any], group: Any) -> None:
-        self._make, self._arguments = make, arguments
+        self.make, self._arguments = make, arguments
         self._find: Callable[[], Any] = lambda: None
         self._in_use = self._current = False
         if _is_group(group):
@@ -49,7 +49,7 @@ class Call:
 
     def make_again(self) -> None:
         """Also what the program has destroyed since: a new rank has that still before it."""
-        fresh = self._make(**self._arguments)
+        fresh = self.make(**self._arguments)
         if not _is_group(fresh):
             return
         group = self.group
@@ -96,9 +96,12 @@ def keep_default() -> None:
         _calls.insert(0, Call(c10d._get_default_group, {}, group))
 
 
-def are_kept() -> bool:
-    """Whether there are any. They can be of no other size, and this rank no other one in them."""
-    return bool(_calls)
+def are_kept(default: bool = True) -> bool:
+    """Whether there are any, besides the default group's or with it. They can be of no other size, and this rank no
+    other one in them."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return any(default or call.make is not c10d._get_default_group for call in _calls)
 
 
 def is_kept(group: Any) -> bool:
