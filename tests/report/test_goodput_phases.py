@@ -174,6 +174,14 @@ def test_a_job_that_is_told_to_stop_is_stopping_until_its_ranks_are_gone() -> No
     assert spent(divided) == {Phase.FIRST_START: 2.0, Phase.TRAINING: 4.0, Phase.STOPPING: 1.5, Phase.IDLE: 0.5}
 
 
+def test_a_world_begins_by_the_clock_of_the_end_before_it() -> None:
+    """The line of its launch came here from a node whose times are 0.6 s off."""
+    job = Written().world(0, 1.0, 1.5, 2.0, 2.0)
+    job.incident(1, 0, 6.0, 6.2, launched_s=6.5, started_s=6.6, recovered_s=7.0)
+    divided = job.world(1, 5.9, 6.0, 6.4, 6.4).exits(9.0, 1).end(9.0).divided()
+    assert [(world.launched_s, world.ended_s) for world in divided.worlds] == [(1.0, 6.0), (6.5, 9.0)]
+
+
 def test_a_failure_that_the_others_survive_costs_nothing() -> None:
     """With min-healthy the world goes on."""
     job = Written().world(0, 1.0, 1.5, 2.0, 2.0).incident(1, 0, 4.0, 4.5, restarted=False)

@@ -194,14 +194,17 @@ class _Division:
             stop = self._stops.get(world.generation)
             trains_us, ends_us = self._trains_from(world, before), self._ends(world, stop, after)
             up_us = ends_us if trains_us is None else min(trains_us, ends_us)
+            # By what ended the one before, since that end is, too: of one node's lines and of an incident the times may
+            # have come to this clock in two ways, and differ by milliseconds.
+            launched_us = world.launched_us if before is None else self._launched(before, world)
+            began_us = world.since_us if launched_us is None else launched_us
             if number == 0 and world.launched_us is not None:
                 self._paint_beginning(world.launched_us, up_us)
             elif before is not None:
-                began_us = self._launched(before, world) or world.since_us
                 self._canvas.paint(began_us, up_us, Phase.STARTING, world.generation, before.number)
             redone = self._count_redone(world, before)
             self._paint_world(world, trains_us, ends_us, redone or 0, before.number if before is not None else 0)
-            done.append(_told(world, trains_us, ends_us, redone))
+            done.append(_told(world, began_us, trains_us, ends_us, redone))
             if stop is not None:
                 self._paint_stop(stop, after)
             before = stop
@@ -297,8 +300,7 @@ def _reaches(world: Seen, steps: int, trains_us: int, ends_us: int) -> int:
     return ends_us
 
 
-def _told(world: Seen, trains_us: int | None, ends_us: int, redone: int | None) -> World:
-    launched_s = (world.since_us if world.launched_us is None else world.launched_us) / 1e6
+def _told(world: Seen, began_us: int, trains_us: int | None, ends_us: int, redone: int | None) -> World:
     trained_s = trains_us / 1e6 if trains_us is not None and trains_us < ends_us else None
     who = (world.generation, world.size, tuple(dict.fromkeys(world.nodes)))
-    return World(*who, launched_s, trained_s, ends_us / 1e6, world.base, world.steps, redone)
+    return World(*who, began_us / 1e6, trained_s, ends_us / 1e6, world.base, world.steps, redone)
