@@ -85,6 +85,7 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "--restart_refill": ("restart_refill", None),
     "--spares": ("spares", 0),
     "--standby": ("standby", 0),
+    "--spot": ("spot", None),
     "--on-straggler": ("on_straggler", "warn"),
     "--on_straggler": ("on_straggler", "warn"),
     "--dashboard": ("dashboard", None),

@@ -37,6 +37,7 @@ FLAGS_OF_OTHERS = {
     "--strict": "mypy",
     "--kills": "bench.recovery",
     "--pause": "bench.survivors_gpu",
+    "--nccl": "bench.survivors_gpu",
     "--seconds": "bench.goodput",
     "--times": "bench.scaling",
     "--undisturbed": "bench.goodput",

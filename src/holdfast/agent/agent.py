@@ -12,7 +12,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -186,6 +186,8 @@ class Agent:
             self.say(f"next: holdfast status {pid}; holdfast top {pid}; holdfast stacks {pid}")
         if options.preflight and not await self._is_fit(run_dir):
             return
+        if options.spot is not None:
+            self._heed_notices(options.spot)
         grace_s = options.shutdown_timeout_s
         vault = self._vault = Vault(self._loop, self._env, nproc, grace_s, self._events, self.say, self.complain)
         self._at_end.callback(vault.close)
@@ -209,6 +211,25 @@ class Agent:
         link.start()
         if self._stop_signal is not None:
             self._advance(acts.StopRequested(self._stop_signal))
+
+    def _heed_notices(self, cloud: str) -> None:
+        """Of a cloud that takes this machine back: what SIGTERM is from a person."""
+        from holdfast.agent.notices import Notices
+
+        def soon(call: Callable[[str], None]) -> Callable[[str], None]:
+            def told(text: str) -> None:
+                with contextlib.suppress(RuntimeError):  # the job is over
+                    self._loop.call_soon_threadsafe(call, text)
+
+            return told
+
+        unheard = f"--spot={cloud}: no notice can be heard yet, and this is tried again: "
+        notices = Notices(cloud, soon(self._noticed), soon(lambda why: self.complain(unheard + why)))
+        self._at_end.callback(notices.close)
+
+    def _noticed(self, notice: str) -> None:
+        self.say(f"{notice}: it leaves the job, as by SIGTERM")
+        self._on_signal(signal.SIGTERM, notice)
 
     async def _is_fit(self, run_dir: RunDirectory) -> bool:
         """Whether this node may take part, by `holdfast doctor`. One that is told to stop does not wait for it."""
@@ -317,13 +338,13 @@ class Agent:
             self._forwarder.end()
             self._page.stop()
 
-    def _on_signal(self, signum: int) -> None:
+    def _on_signal(self, signum: int, why: str = "") -> None:
         self._stop_signal = signum
         if self._node is None:
             if not self._finished.done():
                 self._finished.set_result(acts.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
             return
-        self._events.emit(record.JobSignalled(signal_name(signum)))
+        self._events.emit(record.JobSignalled(signal_name(signum), why))
         self._advance(acts.StopRequested(signum))
 
     def _from_zygote(self, message: messages.FromZygote) -> None:

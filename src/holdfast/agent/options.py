@@ -14,6 +14,7 @@ from holdfast.fault_tolerance.config import FaultToleranceConfig
 from holdfast.wire.messages import Program
 from holdfast.wire.secret import Secret
 
+CLOUDS = ("aws", "gcp")  # whose spot machines get a notice that `notices` reads
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -70,6 +71,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     dashboard: str | None = None  # [HOST:]PORT
     preflight: bool = False
     standby: int = 0  # processes that wait to be ranks
+    spot: str | None = None  # the cloud whose notices are heeded
     resume: str = ""  # which checkpoint the job begins with; '': the latest
     ft: FaultToleranceConfig = FaultToleranceConfig()
 

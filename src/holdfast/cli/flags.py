@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from holdfast._version import __version__
-from holdfast.agent.options import NUMA_MODES
+from holdfast.agent.options import CLOUDS, NUMA_MODES
 from holdfast.cli import fault_tolerance
 from holdfast.cli.usage import Remember, nearest
 
@@ -20,6 +20,7 @@ OWN = {
     *(
         "spares",
         "standby",
+        "spot",
         "rank_assignment",
         "node_timeout",
         "secret_file",
@@ -418,6 +419,14 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         env=False,
         flag=True,
         help="check this node with holdfast doctor before the first world, and keep it out if it fails",
+    )
+    _add(
+        group,
+        "spot",
+        env=False,
+        default=None,
+        choices=CLOUDS,
+        help="leave the job in order when this cloud takes the machine back, as by SIGTERM",
     )
     _add(
         group,

@@ -85,6 +85,7 @@ def read(args: Namespace) -> Options:
         dashboard=_listen(args.dashboard),
         preflight=args.preflight,
         standby=args.standby,
+        spot=args.spot,
         quiet=args.quiet or is_quiet(),
         event_handler=one_of("--event-log-handler", args.event_log_handler, HANDLERS),
         # Somebody's variable from outside is taken for the flag, so that it too counts for the first world alone.

@@ -47,6 +47,7 @@ class JobStarted(Happened, frozen=True):
 class JobSignalled(Happened, frozen=True):
     NAME: ClassVar[str] = "job.signalled"
     signal: str
+    why: str = ""  # where nobody has sent it
 
 
 class JobEnded(Happened, frozen=True):

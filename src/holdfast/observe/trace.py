@@ -123,8 +123,8 @@ class _Nodes:
                 self._mark(node, AGENT, at_us, "checkpoint.failed", {"step": step, "why": why})
             case record.FaultInjected(kind=kind, text=text):
                 self._add(_moment(JOB, INCIDENTS, at_us, f"fault: {kind}", {"text": text}))
-            case record.JobSignalled(signal=signal):
-                self._mark(node, AGENT, at_us, signal, {})
+            case record.JobSignalled(signal=signal, why=why):
+                self._mark(node, AGENT, at_us, signal, {"why": why} if why else {})
             case record.CoordinatorSaid(text=text):
                 self._mark(node, AGENT, at_us, text, {})
 
