@@ -38,7 +38,7 @@ def test_a_rank_is_killed_and_then_the_job_is_drained(job: Job, open_page: Open,
     assert status == 200 and f"the agent (pid {job.pid}) was asked to stop" in said["done"]
     job.wait()
     assert [(found["kind"], found["rank"]) for found in job.incidents()] == [("signal", 1)]
-    assert job.events("job.signalled") == [{"signal": "SIGTERM"}]
+    assert job.events("job.signalled") == [{"signal": "SIGTERM", "why": ""}]
     assert job.events("job.ended")[0]["outcome"] == "preempted"
 
 

@@ -151,6 +151,7 @@ def test_what_a_corrupt_page_says_does_not_count(job: Job) -> None:
     """A rank that writes where it must not often dies of it. Its last words are no measure of progress."""
     assert job.run(WATCHED, "scribbles_and_dies", max_restarts=4, flags=("--max-no-progress-restarts=2",)) == 0
     assert causes(job) == [("error", 1)] * 4
-    assert max(incident["steps"] for incident in job.incidents()) <= 5
+    # None if rank 1 was gone before rank 0 had begun: they do not wait for each other.
+    assert max(incident["steps"] or 0 for incident in job.incidents()) <= 5
     assert job.events("job.ended")[0]["steps"] <= 25
     assert job.leftovers() == []
