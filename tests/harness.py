@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from holdfast import linux
+
 SCRIPTS = Path(__file__).parent / "run" / "scripts"
 TRAINS = SCRIPTS / "trains.py"
 WAIT_S = 60.0
@@ -162,14 +164,9 @@ class Job:
         """Every live process that carries this test's mark in its environment, with its command line."""
         found: dict[int, str] = {}
         mark = f"HOLDFAST_TEST={self.mark}".encode()
-        for entry in os.listdir("/proc"):
-            try:
-                if entry.isdigit() and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    found[int(entry)] = (
-                        Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                    )
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
+        for pid in linux.bearers(mark):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[pid] = linux.read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
         return found
 
     def process(self, title: str) -> int:

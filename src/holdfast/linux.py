@@ -19,6 +19,8 @@ _PR_GET_CHILD_SUBREAPER = 37
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # glibc has no word for it either
 _IOPRIO_LOWEST = 2 << 13 | 7  # of those who get their share: "idle" would wait for others for ever
 
+_EXEC_S = 5.0  # on a disk that is slow
+
 _IN_CHANGED = 0x2 | 0x8 | 0x80 | 0x100 | 0x200  # written to, closed after that, moved here, made, deleted
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -108,6 +110,36 @@ def state(pid: int) -> str:
         return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError, IndexError):
         return ""
+
+
+def environment(pid: int) -> list[bytes]:
+    """What a process was started with; nothing of one that is gone, or somebody else's."""
+    try:
+        if not (found := _environment(pid)):
+            until_s = time.monotonic() + _EXEC_S
+            while _is_in_exec(pid) and time.monotonic() < until_s:
+                time.sleep(0.001)  # there is nothing to wait on
+            found = _environment(pid)
+    except OSError:
+        return []
+    return found.split(b"\0")
+
+
+def _environment(pid: int) -> bytes:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read()
+
+
+def _is_in_exec(pid: int) -> bool:
+    """Whether its new program has no environment yet. Whoever started it has heard before that, that all went well."""
+    os.readlink(f"/proc/{pid}/exe")  # the kernel's own have none, and no environment
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[48] == "0"
+
+
+def bearers(*marks: bytes) -> list[int]:
+    """Every other process with one of these in its environment. One that has ended has none."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+    return [pid for pid in pids if not set(marks).isdisjoint(environment(pid))]
 
 
 def waited_s(thread: int) -> float:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.net import Net
+from holdfast import linux
 from ports import free_port
 
 TRAINS_ELASTIC = Path(__file__).parent / "scripts" / "trains_elastic.py"
@@ -276,14 +277,11 @@ class Cluster:
 
     def processes(self, i: int | None = None) -> dict[int, str]:
         """Every live process of a node, or of all, by the mark in its environment, with its command line."""
-        prefix = f"HOLDFAST_TEST={self.mark}-".encode()
-        marks = {prefix + str(node).encode() for node in (self._starts if i is None else [i])}
+        marks = [f"HOLDFAST_TEST={self.mark}-{node}".encode() for node in (self._starts if i is None else [i])]
         found: dict[int, str] = {}
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                if not marks.isdisjoint(Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")):
-                    title = Path(f"/proc/{entry}/cmdline").read_bytes()
-                    found[int(entry)] = title.replace(b"\0", b" ").decode(errors="replace").strip()
+        for pid in linux.bearers(*marks):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[pid] = linux.read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
         return found
 
     def leftovers(self, within_s: float = 5.0) -> list[str]:

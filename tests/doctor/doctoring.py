@@ -111,20 +111,6 @@ def need_namespaces(folder: Path) -> None:
         pytest.skip("no filesystem can be mounted here")
 
 
-def bearers(mark: str) -> list[int]:
-    """The live processes with this in their environment."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            try:
-                environ = Path("/proc", name, "environ").read_bytes()
-            except OSError:
-                continue
-            if mark.encode() in environ:  # of one that has ended there is nothing to read
-                found.append(int(name))
-    return found
-
-
 def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctoring import WAIT_S, bearers, command, environment, examine, hook, package
+from doctoring import WAIT_S, command, environment, examine, hook, package
 
 from holdfast import linux
 from holdfast.cli import doctor
@@ -98,7 +98,7 @@ def hanging(tmp_path: Path) -> Iterator[tuple[dict[str, str], Path]]:
     os.mkfifo(pipe)
     mark = uuid.uuid4().hex
     yield package(tmp_path, "torch", HANGS.replace("PIPE", repr(str(pipe)))) | {"MARK": mark}, pipe
-    linux.signal_all(bearers(mark), signal.SIGKILL)
+    linux.signal_all(linux.bearers(f"MARK={mark}".encode()), signal.SIGKILL)
 
 
 def test_a_check_that_hangs_is_cut_off_with_all_that_it_has_started(
@@ -128,7 +128,7 @@ def test_a_doctor_that_is_ended_takes_its_checks_along(
 
 
 def wait_for_the_end_of(mark: str) -> None:
-    for pid in bearers(mark):
+    for pid in linux.bearers(f"MARK={mark}".encode()):
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -131,10 +130,7 @@ class Slurm:
     def _end_steps(self) -> None:
         """Those of this Slurm: they would try for minutes to tell a controller that is gone how they ended."""
         mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if mark in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
-                    os.kill(int(entry), signal.SIGKILL)
+        linux.signal_all(linux.bearers(mark), signal.SIGKILL)
 
     def run(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from holdfast import linux
 from holdfast.workflow.lives import MARK
 
 WAIT_S = 40.0
@@ -97,11 +98,5 @@ class Here:
     def left(self) -> list[int]:
         """Processes of tasks of these workflows."""
         mark = f"{MARK}={self.folder}/".encode()
-        return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and mark in _environ(entry)]
-
-
-def _environ(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [pid for pid in pids if any(each.startswith(mark) for each in linux.environment(pid))]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import linux
-from holdfast.workflow.lives import Life
+from holdfast.workflow.lives import MARK, Life
 from workflow.flows import Here
 
 WAIT_S = 40.0
@@ -98,14 +98,7 @@ def test_what_is_left_of_it_is_swept(life: Life) -> None:
     shell.kill()  # nobody writes down how it ended
     life.sweep()
     assert life.code() is None
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and str(life.folder) in environment(pid)]
-
-
-def environment(pid: str) -> str:
-    try:
-        return linux.read(f"/proc/{pid}/environ")
-    except OSError:
-        return ""
+    assert not linux.bearers(f"{MARK}={life.folder}".encode())
 
 
 def test_a_shell_that_is_slow_to_begin(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ class Zygotes:
         """One helper is gone: end the others too, and whatever they leave; the job starts again with new ones."""
         if self._janitor is None:
             return
-        _end_all_of(self._janitor.pid, f"HOLDFAST_JOB={self._env['HOLDFAST_JOB']}")
+        _end_all_of(self._janitor.pid, f"HOLDFAST_JOB={self._env['HOLDFAST_JOB']}".encode())
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
         self._forget()
@@ -299,13 +299,13 @@ class Zygotes:
         return [*self._zygotes, *([self._growing] if self._growing is not None else [])]
 
 
-def _end_all_of(janitor: int, mark: str) -> None:
+def _end_all_of(janitor: int, mark: bytes) -> None:
     """End a janitor and all that was below it. What it leaves comes to this process, and is known by its environment;
     it is killed until there is nothing new, and reaped, since no one else will."""
     ours: set[int] = set()
     for _ in range(40):
         ours.update(linux.descendants(janitor))
-        ours.update(pid for pid in linux.descendants(os.getpid()) if pid != janitor and _bears(pid, mark))
+        ours.update(pid for pid in linux.descendants(os.getpid()) if pid != janitor and mark in linux.environment(pid))
         linux.signal_all([janitor], signal.SIGKILL)
         alive = [pid for pid in ours if linux.state(pid) not in ("", "Z")]
         for pid in alive:
@@ -315,10 +315,3 @@ def _end_all_of(janitor: int, mark: str) -> None:
                 os.waitpid(pid, os.WNOHANG)
         if not alive:
             return
-
-
-def _bears(pid: int, mark: str) -> bool:
-    try:
-        return mark in linux.read(f"/proc/{pid}/environ").split("\0")
-    except OSError:
-        return False

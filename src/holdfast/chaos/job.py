@@ -258,10 +258,9 @@ def _ask(pid: int, namespace: str = "") -> record.Progress | None:
 
 def _marked(mark: bytes) -> dict[int, str]:
     found: dict[int, str] = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
+    for pid in linux.bearers(mark):
         with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0") and linux.state(int(entry)) != "Z":
-                found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            found[pid] = linux.read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
     return found
 
 

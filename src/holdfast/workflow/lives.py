@@ -223,9 +223,9 @@ class Life:
 def sweep(folders: Collection[Path]) -> None:
     """End what is left of lives: what has left its tree where that has no namespace, or all of it where its shell was
     killed. They know whose they are."""
-    marks = {f"{MARK}={folder}".encode() for folder in folders}
+    marks = [f"{MARK}={folder}".encode() for folder in folders]
     spared: set[int] = set()  # of another user, by now
-    while left := [pid for pid in _processes() if pid not in spared and not marks.isdisjoint(_environment(pid))]:
+    while left := [pid for pid in linux.bearers(*marks) if pid not in spared]:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -244,19 +244,6 @@ def _below(pid: int) -> list[int]:
     for child in linux.children(pid):
         found += [*_below(child), child]
     return found
-
-
-def _processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            found = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return []
-    return found.split(b"\0") if MARK.encode() in found else []
 
 
 def _wait_for(pid: int) -> None:
