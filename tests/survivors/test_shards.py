@@ -43,7 +43,12 @@ def test_a_rank_is_killed(job: Job, undisturbed: Any, at: str, how: tuple[str, .
 
 @pytest.mark.long
 def test_a_forward_that_fails_in_a_plain_loop_ends_its_rank_and_that_is_said(job: Job, undisturbed: Any) -> None:
-    assert run(job, [{"rank": 1, "step": 12, "at": "forward"}], "--fsdp") == 0, job.err
+    """Rank 1 dies while the others wait for it there: one that hears of a death elsewhere stays."""
+    kills = [
+        {"rank": 1, "step": 11, "at": "after step", "how": "soon", "s": 1.0},
+        {"rank": 1, "step": 12, "at": "forward", "how": "stuck"},
+    ]
+    assert run(job, kills, "--fsdp") == 0, job.err
     check(job, undisturbed("--fsdp"), set())
     assert "rank 1 failed: killed by SIGKILL; in run.train() this rank could have gone on" in job.err
 
