@@ -37,10 +37,11 @@ class Mark:
         self._state = state
         self._names: set[str] = set()
         self._values: list[_Value] = []
+        self.randomness = randomness.mark()
         self.take()
 
     def take(self) -> None:
-        self.randomness = randomness.mark()
+        self.randomness = randomness.mark(self.randomness)
         if len(self._names) != len(self._state):
             self._note_names()
         with torch.no_grad():
