@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.launchers import table, versions
-from bench.start import cpu_s
 from bench.survivors import START_S, Lines, job
 from holdfast import linux
 
@@ -33,7 +32,7 @@ class Step(NamedTuple):
     """What one takes, on average."""
 
     wall_us: float
-    cpu_us: float  # of one rank, with all its threads
+    cpu_us: float  # of a rank's thread that trains: gloo's own spins while it waits
 
 
 class Stopped:
@@ -55,14 +54,18 @@ class Stopped:
         time.sleep(SETTLE_S)
         self._lines.read()
         first = self._lines.steps[0][-1]
-        used_s = cpu_s(first.pid)
+        used_us = _computed_us(first.pid)
         time.sleep(TURN_S)
         self._lines.read()
         last = self._lines.steps[0][-1]
-        used_s = cpu_s(first.pid) - used_s
+        used_us = _computed_us(first.pid) - used_us
         linux.signal_all(self._pids, signal.SIGSTOP)
         steps = last.step - first.step
-        return Step((last.at_ns - first.at_ns) / steps / 1e3, used_s / steps * 1e6)
+        return Step((last.at_ns - first.at_ns) / steps / 1e3, used_us / steps)
+
+
+def _computed_us(thread: int) -> float:
+    return int(linux.read(f"/proc/{thread}/schedstat").split()[0]) / 1e3
 
 
 @contextlib.contextmanager
@@ -97,7 +100,7 @@ def main() -> None:
     for hidden in args.hidden:
         starts = [measure(hidden, args.turns) for _ in range(args.starts)]
         rows += _rows(f"a step of {hidden} neurons", [[step.wall_us for step in each] for each in starts])
-        rows += _rows("what a rank computes in it", [[step.cpu_us for step in each] for each in starts])
+        rows += _rows("what its thread computes in it", [[step.cpu_us for step in each] for each in starts])
     print(table(["what", "", "median", f"more than by hand, of {args.starts} starts", "least", "most"], rows))
 
 
