@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -173,3 +175,20 @@ def test_an_ended_job_does_not_stand_in_for_one_whose_agent_is_silent(
     with pytest.raises(find.NotFound, match=f"no agent with pid {PID} answers"):
         find.find()
     assert find.find("ended").run_dir == ended.run_dir, "who names it means it"
+
+
+def test_an_agent_that_ends_while_it_is_asked_is_not_silent() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0holdfast/{os.getuid()}/{os.getpid()}")
+        listener.listen()
+
+        def hear() -> None:
+            connection, _ = listener.accept()
+            listener.close()
+            connection.close()
+
+        agent = threading.Thread(target=hear)
+        agent.start()
+        _, silent = find.running()
+        agent.join()
+    assert not [why for why in silent if f"pid {os.getpid()} " in why]

@@ -86,7 +86,9 @@ def running() -> tuple[list[doorbell.Job], list[str]]:
     with ThreadPoolExecutor(max_workers=ASKED) as pool:
         answers = list(pool.map(_who, pids))
     jobs = [each for each in answers if isinstance(each, doorbell.Job)]
-    return jobs, [each for each in answers if isinstance(each, str)]
+    silent = {pid: each for pid, each in zip(pids, answers, strict=True) if isinstance(each, str)}
+    there = doorbell.find() if silent else []  # some may have ended meanwhile, and have nothing to say
+    return jobs, [why for pid, why in silent.items() if pid in there]
 
 
 def _who(pid: int) -> doorbell.Answer | str:
