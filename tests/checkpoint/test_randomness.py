@@ -21,7 +21,8 @@ def put_back() -> Iterator[None]:
 
 
 def next_ones() -> list[Any]:
-    return [random.random(), torch.rand(()).item(), np.random.rand(), np.random.randn(), np.random.randn()]
+    of_python = [random.random(), random.gauss(), random.gauss()]
+    return [*of_python, torch.rand(()).item(), np.random.rand(), np.random.randn(), np.random.randn()]
 
 
 def nothing() -> None: ...
@@ -34,6 +35,9 @@ DRAWS = {
     "a pair of them": lambda: np.random.randn(2),
     "a seed": lambda: np.random.seed(3),
     "all words": lambda: np.random.rand(624),
+    "a word of Python's": random.random,
+    "a normal number of Python's": random.gauss,
+    "a seed of Python's": lambda: random.seed(3),
 }
 
 
@@ -41,9 +45,9 @@ DRAWS = {
 @pytest.mark.parametrize("second", DRAWS.values(), ids=DRAWS)
 def test_a_mark_after_another(first: Callable[[], Any], second: Callable[[], Any]) -> None:
     np.random.seed(3)
+    random.seed(3)
     at_first = randomness.mark()
     first()
-    random.random()
     then = randomness.mark(at_first)
     second()
     now = randomness.mark(then)
@@ -58,8 +62,11 @@ def test_a_mark_after_another(first: Callable[[], Any], second: Callable[[], Any
 def test_one_that_nobody_has_drawn_from_is_not_asked_again() -> None:
     first = randomness.mark()
     np.random.rand(2)
+    random.random()
     second = randomness.mark(first)
-    assert randomness.mark(second).numpy is second.numpy is not first.numpy
+    third = randomness.mark(second)
+    assert third.numpy is second.numpy is not first.numpy
+    assert third.python is second.python is not first.python
 
 
 def test_the_second_of_a_pair_is_asked_for() -> None:
@@ -68,6 +75,15 @@ def test_the_second_of_a_pair_is_asked_for() -> None:
     first = randomness.mark()
     np.random.randn()  # which moves nothing but itself
     assert randomness.mark(first).numpy[3] == 0
+
+
+def test_the_second_of_a_pair_of_pythons_is_asked_for() -> None:
+    random.seed(3)
+    random.gauss()
+    first = randomness.mark()
+    random.gauss()
+    assert first.python[2] is not None
+    assert randomness.mark(first).python[2] is None
 
 
 def test_another_generator_in_its_place() -> None:
