@@ -7,12 +7,11 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +31,7 @@ from holdfast.agent.records import Records
 from holdfast.agent.result import Result
 from holdfast.agent.rundir import RunDirectory
 from holdfast.agent.stage import Stage
+from holdfast.agent.stops import Stops
 from holdfast.agent.vault import Vault
 from holdfast.agent.world import RunningWorld
 from holdfast.agent.zygotes import Zygotes
@@ -47,10 +47,7 @@ from holdfast.worker import saying
 # What the agents alone need to know.
 SECRETS = ("HOLDFAST_SECRET", "HOLDFAST_ETCD_PASSWORD")
 
-
 T = TypeVar("T")
-
-ALWAYS_TAKEN = (signal.SIGUSR1,)  # Slurm's warning that a job's time is nearly over; else it would end the agent alone
 
 
 class Agent:
@@ -77,7 +74,7 @@ class Agent:
         self._stage: Stage | None = None
         self._vault: Vault | None = None
         self._helpers_ready = False
-        self._stop_signal: int | None = None
+        self._stops = Stops(options.signals)
         self._threads: int | None = None
         self._learned = False
         self._at_end = contextlib.ExitStack()
@@ -91,7 +88,7 @@ class Agent:
         self._ready = asyncio.Event()
         self._stdout, self._stderr = Console(1, loop), Console(2, loop)
         adopted = linux.adopt_orphans()
-        self._take_signals()
+        self._stops.listen(loop, self._told_to_stop)
         self._env = self._workers_env()
         self._helpers = Zygotes(loop, self._env, self._from_zygote, self._helpers_lost)
         self._planner = LogPlanner(self._options, self._helpers)
@@ -114,15 +111,13 @@ class Agent:
                 await self._link.close()
             self._at_end.close()
             linux.adopt_orphans(adopted)
-            self._release_signals()
+            self._stops.close()
             self._stdout.close()
             self._stderr.close()
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """End the job as that signal would; may be called from any thread, also before it runs and after it has."""
-        self._stop_signal = self._stop_signal or signum
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_signal, signum)
+        self._stops.request(signum)
 
     def say(self, *lines: str) -> None:
         """Tell the person at the console."""
@@ -166,28 +161,14 @@ class Agent:
             preflight.check_gpus(nproc)
         if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
             self.say(f"OMP_NUM_THREADS=1 for each of {nproc} ranks; set it yourself for more")
-        settings = options.settings
-        self._events.emit(
-            record.JobStarted(
-                run_id=settings.run_id,
-                node=self._id,
-                nproc=nproc,
-                program=msgspec.to_builtins(options.program),
-                pid=os.getpid(),
-                host=joining.host(options),
-                clock_s=self._events.start_s,
-                version=__version__,
-                max_restarts=settings.max_restarts,
-                nodes=(settings.min_nodes, settings.max_nodes),
-            )
-        )
+        self._tell_start(nproc)
         if self._stderr.is_terminal:
             pid = os.getpid()
             self.say(f"next: holdfast status {pid}; holdfast top {pid}; holdfast stacks {pid}")
         if options.preflight and not await self._is_fit(run_dir):
             return
         if options.spot is not None:
-            self._heed_notices(options.spot)
+            self._stops.heed(options.spot, self.complain)
         grace_s = options.shutdown_timeout_s
         vault = self._vault = Vault(self._loop, self._env, nproc, grace_s, self._events, self.say, self.complain)
         self._at_end.callback(vault.close)
@@ -209,27 +190,25 @@ class Agent:
         for action in self._node.begin():
             self._do(action)
         link.start()
-        if self._stop_signal is not None:
-            self._advance(acts.StopRequested(self._stop_signal))
+        if self._stops.asked is not None:
+            self._advance(acts.StopRequested(self._stops.asked))
 
-    def _heed_notices(self, cloud: str) -> None:
-        """Of a cloud that takes this machine back: what SIGTERM is from a person."""
-        from holdfast.agent.notices import Notices
-
-        def soon(call: Callable[[str], None]) -> Callable[[str], None]:
-            def told(text: str) -> None:
-                with contextlib.suppress(RuntimeError):  # the job is over
-                    self._loop.call_soon_threadsafe(call, text)
-
-            return told
-
-        unheard = f"--spot={cloud}: no notice can be heard yet, and this is tried again: "
-        notices = Notices(cloud, soon(self._noticed), soon(lambda why: self.complain(unheard + why)))
-        self._at_end.callback(notices.close)
-
-    def _noticed(self, notice: str) -> None:
-        self.say(f"{notice}: it leaves the job, as by SIGTERM")
-        self._on_signal(signal.SIGTERM, notice)
+    def _tell_start(self, nproc: int) -> None:
+        options, settings = self._options, self._options.settings
+        self._events.emit(
+            record.JobStarted(
+                run_id=settings.run_id,
+                node=self._id,
+                nproc=nproc,
+                program=msgspec.to_builtins(options.program),
+                pid=os.getpid(),
+                host=joining.host(options),
+                clock_s=self._events.start_s,
+                version=__version__,
+                max_restarts=settings.max_restarts,
+                nodes=(settings.min_nodes, settings.max_nodes),
+            )
+        )
 
     async def _is_fit(self, run_dir: RunDirectory) -> bool:
         """Whether this node may take part, by `holdfast doctor`. One that is told to stop does not wait for it."""
@@ -290,17 +269,6 @@ class Agent:
             raise preflight.Refused(self._finished.result().reason)
         return await preflight.count_devices(self._helpers, kind, flag, self._finished)
 
-    def _take_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for signum in {*self._options.signals, *ALWAYS_TAKEN}:
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup wants SIGHUP to go unheard
-                    self._loop.add_signal_handler(signum, self._on_signal, signum)
-
-    def _release_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for signum in {*self._options.signals, *ALWAYS_TAKEN}:
-                self._loop.remove_signal_handler(signum)
-
     def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback failed. Better to end the job, and say so, than to wait for an event that will not come."""
         failure = context.get("exception")
@@ -338,13 +306,14 @@ class Agent:
             self._forwarder.end()
             self._page.stop()
 
-    def _on_signal(self, signum: int, why: str = "") -> None:
-        self._stop_signal = signum
+    def _told_to_stop(self, signum: int, notice: str) -> None:
+        if notice:
+            self.say(f"{notice}: it leaves the job, as by SIGTERM")
         if self._node is None:
             if not self._finished.done():
                 self._finished.set_result(acts.Finish(Kind.PREEMPTED, f"stopped by {signal_name(signum)}"))
             return
-        self._events.emit(record.JobSignalled(signal_name(signum), why))
+        self._events.emit(record.JobSignalled(signal_name(signum), notice))
         self._advance(acts.StopRequested(signum))
 
     def _from_zygote(self, message: messages.FromZygote) -> None:

@@ -180,7 +180,7 @@ def add_hooks(run: holdfast.Run, unhealthy: int, raises: int) -> None:
             raise LookupError("the lock was not mine")
 
 
-def main() -> nn.Module:
+def flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=json.loads, default=[])
     parser.add_argument("--steps", type=int, default=30)
@@ -203,7 +203,33 @@ def main() -> nn.Module:
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     parser.add_argument("--save-epochs", type=int, default=0)
     parser.add_argument("--raises", type=int, default=-1, help="the rank whose hook does")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def network(args: argparse.Namespace) -> tuple[nn.Sequential, nn.Linear]:
+    """With its first layer, in which a forward begins and a backward ends."""
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, args.hidden)
+    layers: list[nn.Module] = [Counts()] if args.buffers else []
+    layers += [first, nn.GELU()]
+    layers += [nn.BatchNorm1d(args.hidden)] if args.buffers else []
+    layers += [nn.Dropout(0.2)] if args.dropout else []
+    return nn.Sequential(*layers, nn.Linear(args.hidden, WIDTH)), first
+
+
+def watch_step(kills: Kills, first: nn.Linear, fsdp: bool) -> None:
+    """What the program does itself."""
+    first.register_forward_hook(lambda *_: kills.at("forward"))
+    if fsdp:  # a gradient of a shard is there after its reduction only
+        first.register_forward_hook(lambda *given: _then(given[-1], lambda: kills.at("backward")))
+    else:
+        first.weight.register_hook(lambda _: kills.at("backward"))  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(lambda *_: kills.at("before step"))
+    register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
+
+
+def main() -> nn.Module:
+    args = flags()
     kills = Kills(args.kills)
     kills.at("import")
     watch(kills)
@@ -212,13 +238,7 @@ def main() -> nn.Module:
     if args.early:
         dist.barrier()
     before = dist.new_group() if args.before else None
-    torch.manual_seed(0)
-    first = nn.Linear(WIDTH, args.hidden)
-    layers: list[nn.Module] = [Counts()] if args.buffers else []
-    layers += [first, nn.GELU()]
-    layers += [nn.BatchNorm1d(args.hidden)] if args.buffers else []
-    layers += [nn.Dropout(0.2)] if args.dropout else []
-    plain = nn.Sequential(*layers, nn.Linear(args.hidden, WIDTH))
+    plain, first = network(args)
     model: nn.Module = sharded(plain) if args.fsdp else DistributedDataParallel(plain)
     average, tally = AveragedModel(plain if args.buffers else nn.Identity()), Tally()
     others = {"average": average, "tally": tally, "tokens": 0} if args.buffers else {}
@@ -236,13 +256,7 @@ def main() -> nn.Module:
     if args.hooks:
         add_hooks(run, args.unhealthy, args.raises)
     torch.manual_seed(run.rank)  # for dropout
-    first.register_forward_hook(lambda *_: kills.at("forward"))
-    if args.fsdp:  # a gradient of a shard is there after its reduction only
-        first.register_forward_hook(lambda *given: _then(given[-1], lambda: kills.at("backward")))
-    else:
-        first.weight.register_hook(lambda _: kills.at("backward"))  # type: ignore[no-untyped-call]
-    register_optimizer_step_pre_hook(lambda *_: kills.at("before step"))
-    register_optimizer_step_post_hook(lambda *_: kills.at("after step"))
+    watch_step(kills, first, args.fsdp)
 
     def train() -> None:
         group = dist.new_group() if args.group else before
