@@ -216,6 +216,17 @@ def test_a_lost_node_shrinks_the_world_if_enough_are_left() -> None:
     assert (job.world("b").first_rank, job.world("b").size, job.spent) == (0, 4, 1)
 
 
+def test_an_incident_that_is_over_while_nobody_is_there_is_told_whole_to_the_first_that_comes() -> None:
+    job = Job(nodes=1).runs("a")
+    job.fails("a")
+    job.gone("a")  # before the next world has stepped
+    assert job.over is None
+    job.comes("b", "c")
+    assert [opened.number for opened in job.opened("b")] == [1, 2]
+    assert [closed.incident.number for closed in job.got("b", protocol.Closed)] == [1]
+    assert [opened.number for opened in job.opened("c")] == [2], "once is enough for the record"
+
+
 def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     job = Job(nodes=2, spares=1).runs("a", "b", "c")
     assert [standby.why for standby in job.got("c", protocol.Standby)] == ["standing by as a spare"]
@@ -340,6 +351,18 @@ def test_with_min_healthy_the_others_go_on_while_enough_are_healthy() -> None:
     for node in "ab":
         job.says(node, protocol.Done(0, steps=5))
     assert job.over == protocol.Over(None, "", steps=5)
+
+
+def test_with_min_healthy_a_lost_node_that_comes_back_stops_nobody_whatever_its_ranks_have_become() -> None:
+    job = Job(nodes=(2, 3), policy=Policy.MIN_HEALTHY)
+    job.comes("a", "b", "c")
+    for node in "ab":
+        job.says(node, protocol.Stepped(0, at_s=9.0, now_s=10.0, stays=True))
+    job.gone("c")
+    assert told(job.comes("c", term=0, arrival=2, generation=0, running=0), protocol.Stop) == ["c"]
+    job.says("c", protocol.Stepped(0, at_s=9.0, now_s=10.0, stays=True))  # which it could not say before
+    assert told(job.down("c", staying=True, stay=1, stays=True), protocol.Stop) == []
+    assert [incident.kind for incident in job.opened("a")] == [Kind.LOST_NODE]
 
 
 def test_with_min_healthy_the_world_breaks_when_too_few_are_left() -> None:

@@ -260,6 +260,18 @@ def test_a_shutdown_stops_the_world_and_ends_the_job_with_a_code_that_says_so() 
     assert job.spent == 0
 
 
+def test_a_shutdown_whose_nodes_are_all_gone_by_then_is_told_whole_to_the_next_that_comes() -> None:
+    job = Job(nodes=2).runs("a", "b")
+    asks(job, "b", "shutdown")
+    job.gone("a")
+    job.gone("b")
+    job.comes("c")
+    [incident] = job.opened("c")
+    assert (incident.kind, incident.action) == (Kind.REQUESTED, "the job ends")
+    assert [closed.incident for closed in job.got("c", protocol.Closed)] == [incident]
+    assert job.got("c", protocol.Over) == [job.over]
+
+
 def test_a_shutdown_during_a_stop_ends_the_job_instead_of_a_restart() -> None:
     job = Job(nodes=2).runs("a", "b")
     job.says("a", protocol.Failing(0, "rank 0 failed"))

@@ -367,4 +367,5 @@ def test_incidents_that_ended_with_the_job_are_told_to_the_first_that_comes() ->
     assert after.over is not None, "its node was started anew, and no restart is left"
     after.comes("b")
     assert [closed.incident.number for closed in after.got("b", protocol.Closed)] == [1, 2]
+    assert {1, 2} <= {opened.number for opened in after.opened("b")}
     assert after.got("b", protocol.Over)

@@ -160,6 +160,8 @@ class Breaking(Forming):
             self.up.discard(node)
         elif self._is_settled and self.account.heard_late(down.base, down.steps or 0):
             return [Write(self._record(now_s)), *self._consider(now_s)]
+        elif self.phase is Phase.RUNNING and node not in self.undone:
+            return self._consider(now_s)  # the others have long been going on without it
         why = f"the ranks of {member.hello.host} have ended"
         given_up = self._give_up_drain(why) if down.causes else []
         return given_up + self._node_failed(now_s, node, why)
@@ -227,6 +229,8 @@ class Breaking(Forming):
         first_s = min(cause.failed_at_s for cause in self.causes)
         causes = [_with(c, failed_at_s=first_s - 1e-6) if c.kind is over.kind else c for c in self.causes]
         noted = self.account.note(now_s, self._ended(), causes, "the job ends")
+        if not self.members:
+            self.unheard.append(noted)
         told = self._broadcast(protocol.Opened(noted, now_s)) + self._broadcast(protocol.Closed(noted, now_s))
         return told + self._finish(now_s, over.kind, over.reason)
 
@@ -270,6 +274,12 @@ class Breaking(Forming):
         if not self.members:
             self.unheard.append(closed)
         return self._broadcast(protocol.Closed(closed, now_s))
+
+    def _tell_unheard(self, now_s: float, node: str) -> list[Action]:
+        """To the first node that comes: it may have missed the beginning, too."""
+        unheard, self.unheard = self.unheard, []
+        kinds = (protocol.Opened, protocol.Closed)
+        return [Send(node, kind(incident, now_s)) for incident in unheard for kind in kinds]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

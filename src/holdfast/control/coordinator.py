@@ -167,7 +167,7 @@ class Coordinator(Breaking):
         arrival = hello.arrival if hello.arrival >= 0 else known.arrival if known else self.arrivals
         self.arrivals = max(self.arrivals, arrival + 1)
         member = self.members[node] = Member(hello, arrival, now_s)
-        actions.append(Send(node, protocol.Welcome(self.term, arrival, hello.now_s)))
+        actions += [Send(node, protocol.Welcome(self.term, arrival, hello.now_s)), *self._tell_unheard(now_s, node)]
         if self.account.incident is not None:
             actions.append(Send(node, protocol.Opened(self.account.incident, now_s)))  # it may have missed it
         actions += self._note_settings(node, hello)
@@ -368,8 +368,7 @@ class Coordinator(Breaking):
 
     def _after_the_end(self, now_s: float, event: Event) -> list[Action]:
         if isinstance(event, From) and isinstance(event.message, protocol.Hello) and self.over is not None:
-            unheard, self.unheard = self.unheard, []
-            return [*(Send(event.node, protocol.Closed(each, now_s)) for each in unheard), Send(event.node, self.over)]
+            return [*self._tell_unheard(now_s, event.node), Send(event.node, self.over)]
         return []
 
     # -- what is known ------------------------------------------------------------------------------------------------

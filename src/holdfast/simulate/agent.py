@@ -308,7 +308,7 @@ class Agent(Process):
         for rank in ranks:
             ends, why = rank in group.ending, ""
             group.ending.add(rank)
-            if ends or rank not in group.alive or rank not in group.announced:
+            if ends or rank not in group.alive or rank not in group.heard:
                 continue
             if machine.over is not None or machine.stop_signal is not None:
                 why = "its node ends"
@@ -401,6 +401,7 @@ class Agent(Process):
         self.feed(acts.Stepped(rank, group.world.generation, at_s))
 
     def rank_stays(self, group: Group, rank: int) -> None:
+        group.heard.add(rank)
         self.feed(acts.Stays(group.world.generation, rank))
 
     def rank_stumbled(self, group: Group, rank: int, text: str) -> None:

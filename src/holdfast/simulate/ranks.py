@@ -35,6 +35,7 @@ class Group:
         self.hung: dict[int, bool] = {}  # alive, and doing nothing
         self.hangs_at: str = ""  # what one of them will not get through: start, first step, or end
         self.announced: set[int] = set()  # ranks that can stay
+        self.heard: set[int] = set()  # those of them of which their agent knows: it may have been stopped
         self.fails_at_start = False  # a rank that is new does
         self.leave_s: dict[int, float] = {}  # when those that are to leave at once were told so, on the host's clock
         self.willed: set[int] = set()  # ranks that could not, and have left their state
