@@ -365,6 +365,18 @@ def test_with_min_healthy_a_lost_node_that_comes_back_stops_nobody_whatever_its_
     assert [incident.kind for incident in job.opened("a")] == [Kind.LOST_NODE]
 
 
+def test_with_min_healthy_ranks_that_can_stay_are_not_left_to_wait_for_a_lost_node_before_their_first_step() -> None:
+    job = Job(nodes=(1, 3), policy=Policy.MIN_HEALTHY)
+    job.comes("a", "b")
+    job.timer("last call")
+    for node in "ab":
+        job.says(node, protocol.Stepped(0, at_s=9.0, now_s=10.0, stays=True))
+    job.fails("b", stays=True, replaced=1)
+    job.down("a", stays=True, replaced=1)
+    assert (job.coordinator.generation, job.seated) == (1, ["a", "b"])
+    assert told(job.gone("b"), protocol.Stop) == ["a"], "what it has begun takes all ranks"
+
+
 def test_with_min_healthy_the_world_breaks_when_too_few_are_left() -> None:
     job = min_healthy()
     job.gone("c")

@@ -14,7 +14,7 @@ WINDOW = 150
 FIRST = {
     "lease_ignored": 80,
     "lease_from_receipt": 3150,
-    "lease_from_welcome": 700,
+    "lease_from_welcome": 1300,
     "zombie_answers": 400,
     "leaver_taken": 55,
     "never_gives_up": 130,
@@ -26,6 +26,7 @@ FIRST = {
     "launch_without_welcome": 3540,
     "dump_awaited": 165,
     "outdated_taken": 700,
+    "planned_ends_are_tries": 200,
 }
 
 

@@ -61,7 +61,7 @@ class Account:
         blamed = blame(causes)
         first = blamed.first
         opened = incidents.of(self.incidents + 1, ended.generation, blamed)
-        uptime_s = opened.failed_at_s - ended.launched_at_s
+        uptime_s = _uptime_s(opened, ended)
         rank = opened.rank if opened.rank is not None else 0
         failure = Failure(
             opened.kind, rank, opened.headline, first.where, first.raised, ended.steps, uptime_s, ended.base
@@ -118,8 +118,7 @@ class Account:
         """A failure that stops nobody else: it costs nothing, and is over at once."""
         self.incidents += 1
         noted = incidents.of(self.incidents, ended.generation, blame(causes))
-        uptime_s = noted.failed_at_s - ended.launched_at_s
-        return _with(noted, steps=ended.steps, uptime_s=uptime_s, stopped_at_s=now_s, action=action)
+        return _with(noted, steps=ended.steps, uptime_s=_uptime_s(noted, ended), stopped_at_s=now_s, action=action)
 
     def _is_charged(self, first: Cause, ended: Ended) -> bool:
         if first.kind is Kind.MEMBERSHIP and not ended.stepped:
@@ -187,6 +186,11 @@ class Account:
 
 def _with(value: S, **changes: object) -> S:
     return msgspec.structs.replace(value, **changes)
+
+
+def _uptime_s(incident: Incident, ended: Ended) -> float:
+    """A coordinator that took the world up knows of it since then, and what it hears of may have been before."""
+    return max(0.0, incident.failed_at_s - ended.launched_at_s)
 
 
 def _who_stayed(action: str, as_large: bool) -> str:

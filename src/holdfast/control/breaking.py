@@ -153,7 +153,8 @@ class Breaking(Forming):
             self.stayers += down.stay
             self.replaced += down.replaced
             self.as_they_are = self.as_they_are or down.as_they_are
-            self.stay |= {node} if down.stays else set()
+            if down.stays:
+                self._can_stay(node)
             self.anew = self.anew or down.anew
             self.steps_known = self.steps_known or down.steps is not None
             self.steps_seen = self.steps_seen or bool(down.steps)

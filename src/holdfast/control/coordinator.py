@@ -113,7 +113,7 @@ class Coordinator(Breaking):
                     self.account.started(now_s)
             case protocol.Stepped(generation=generation) if generation == self.generation:
                 if message.stays:
-                    self.stay.add(node)
+                    self._can_stay(node)
                 return self._stepped(now_s, node, message.at_s + now_s - message.now_s)
             case protocol.Failing(generation=generation, why=why) if self._in_world(node, generation):
                 return self._give_up_drain(why) + self._node_failed(now_s, node, why, message)

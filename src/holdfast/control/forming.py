@@ -63,6 +63,7 @@ class Forming:
         self.unstepped: set[str] = set()
         self.undone: set[str] = set()  # neither done nor failed
         self.stay: set[str] = set()  # nodes of the world whose ranks can all outlive it
+        self.has_stay = False  # there was a world of which all were such
         self.done: set[str] = set()
         self.unconfirmed: set[str] = set()  # nodes of the last world that have not said that their ranks are gone
         self.heard_s = 0.0  # when one of its lost nodes was last heard of
@@ -245,11 +246,15 @@ class Forming:
         self.phase = phase
         self.epoch += 1
 
+    def _can_stay(self, node: str) -> None:
+        self.stay.add(node)
+        self.has_stay = self.has_stay or self.stay >= self.seats.keys()
+
     @property
     def _stays(self) -> bool:
-        """Its ranks outlive it, as far as that is known. Some of them have outlived another one, and wait, until all
-        have stepped, for whoever is new."""
-        return self.stay >= self.seats.keys() or any(place.stays for place in self.seats.values())
+        """Its ranks outlive it, as far as that is known: each says so when it has begun. Until all have stepped they
+        wait for whoever is new, and a program whose ranks could stay in another world waits in this one, too."""
+        return self.has_stay or any(place.stays for place in self.seats.values())
 
     @property
     def _new_job_id(self) -> str:

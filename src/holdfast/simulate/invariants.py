@@ -389,7 +389,7 @@ class Checker:
             self.worlds, self._coordinators, self.incidents, self._open, self._aside = {}, {}, {}, {}, {}
             self._last_step = (-1, 0)
             self._advanced = {}
-            self._excluded, self._hangs, self._silent = {}, {}, {}
+            self._excluded, self._hangs, self._quits, self._silent = {}, {}, {}, {}
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from holdfast.simulate.simulation import Simulation
 
 
+LAST_S = 0.2  # a step that all have come to the end of but one is waited for by that one for so long
+
 Held = tuple[int, int]  # a state: the generation in which it was made, and its step
 
 
@@ -172,6 +174,7 @@ class Group:
             self.leaves |= self.asked
             self.agent.sim.training.asked(self)
             return
+        timeline.after(timeline.random.uniform(0.0, LAST_S), self.agent.sim.training.aborted, self)
         for rank in ranks:
             self.leave_s[rank] = self.agent.host.clock_s()
             if rank in self.alive and rank not in self.hung and not timeline.chance(program.deaf):
@@ -431,6 +434,16 @@ class Training:
             return
         if world.drained and rank in group.leaves:
             return
+        self._break(world, group)
+
+    def aborted(self, group: Group) -> None:
+        """Who is to leave at once takes its connections down, and from then on no step of that world can be done."""
+        world = group.ensemble
+        assert world is not None
+        if not (world.complete or world.drained):
+            self._break(world, group)
+
+    def _break(self, world: Ensemble, group: Group) -> None:
         if self._needed or world.broken:
             return
         world.broken = True
@@ -461,5 +474,5 @@ class Training:
             group.raise_in(rank, text, distributed=True)
             return
         assert group.ensemble is not None
-        group.ensemble.broken = True
+        self._break(group.ensemble, group)
         group.agent.post(group.agent.rank_stumbled, group, rank, text)
