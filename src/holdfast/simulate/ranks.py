@@ -271,6 +271,8 @@ class Training:
         # Ranks that stay need all others for a step, as those of DDP do; they have another world instead.
         without = settings.policy is Policy.MIN_HEALTHY and not self.program.stays
         self._needed = settings.min_nodes if without else 0
+        # Nothing is charged then, and a program that always raises after some steps would take its time to the end.
+        self._fails_for_free = settings.policy is Policy.MIN_HEALTHY and self.program.stays
 
     def begin_another_job(self) -> None:
         """Under the same name, so with the checkpoints of the last one, but perhaps with its generations again."""
@@ -354,7 +356,7 @@ class Training:
             world.base = self._restore(world)
             held = max(self._offers(world), default=(-1, 0))
             checker.saw(now_s, seen.Restored(world.generation, world.base, held[1]))
-        if program.fails_at >= 0 and world.steps >= program.fails_at:
+        if 0 <= program.fails_at <= world.steps and not (self.sim.calm and self._fails_for_free):
             group = groups[-1]
             group.raise_in(next(iter(group.alive)), "KeyError: 'labels'")
             return
