@@ -55,6 +55,7 @@ class Group:
         self.steps = 0
         self.asked: set[int] = set()  # ranks that are to end at a boundary
         self.left: dict[int, Leaving] = {}  # ranks that have called `sys.exit`, and may not be gone yet
+        self.raised: set[int] = set()  # ranks that have raised, likewise
         self.ends: dict[int, int] = {}  # how those that have ended did
         self.leaves: set[int] = set()  # those of them that stay
         self._signalled: dict[int, int] = {}
@@ -222,13 +223,14 @@ class Group:
     def raise_in(self, rank: int, headline: str, distributed: bool = False, out_of_memory: bool = False) -> None:
         if rank in self.left:
             return  # its program is over
+        self.raised.add(rank)
         generation, at_s = self.world.generation, self.agent.host.clock_s()
         where = "torch/distributed.py:1" if distributed else "train.py:7"
         self.end(rank, 1, Raised(rank, generation, at_s, headline, "", where, distributed, out_of_memory))
 
     def leave(self, rank: int, code: int) -> None:
         """By `sys.exit`: the sockets close at once, and the process is gone later, perhaps after its peers are."""
-        if rank not in self.alive or rank in self.stuck or rank in self.left:
+        if rank not in self.alive or rank in self.stuck or rank in self.left or rank in self.raised:
             return
         self.left[rank] = Leaving(rank, self.world.generation, self.agent.host.clock_s(), code)
         self.agent.sim.training.rank_left(self, rank, code)
