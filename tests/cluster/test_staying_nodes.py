@@ -31,8 +31,15 @@ def training(nodes: Cluster, nnodes: str, *flags: str, more: tuple[str, ...] = (
     return Job(nodes, *flags, nnodes=nnodes, script=SCRIPT, args=args, env=env, conf="", max_restarts=1)
 
 
-def steps(nodes: Cluster, pid: int) -> list[int]:
-    return [line["step"] for line in nodes.news.seen if line["pid"] == pid]
+def steps(nodes: Cluster, *pids: int) -> list[int]:
+    return [line["step"] for line in nodes.news.seen if line["pid"] in pids]
+
+
+def has_stayed(nodes: Cluster, before: int, after: int) -> bool:
+    """Whether node 0's rank is the same process still. Where a peer is killed in the middle of a message nobody gets
+    out of it: the rank leaves its state to another process then, and that is said."""
+    assert before == after or "rank is replaced, too: it did not leave its world" in nodes.err(0), nodes.err(0)
+    return before == after
 
 
 def check_agreement(nodes: Cluster) -> None:
@@ -72,10 +79,11 @@ def test_a_node_joins_one_leaves_and_one_is_lost(cluster: MakeCluster) -> None:
     assert {line["restart_count"] for line in world.values()} == {0}
     trio.kill_node(1)
     world = job.wait_generation(4, 0)
-    assert world[0]["pid"] == first["pid"] and world[0]["restart_count"] == 1
+    has_stayed(trio, first["pid"], world[0]["pid"])
+    assert world[0]["restart_count"] == 1
     trio.signal_agent(0, signal.SIGTERM)
     assert job.ends(0) == [0]
-    done = steps(trio, first["pid"])
+    done = steps(trio, first["pid"], world[0]["pid"])
     assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
     check_agreement(trio)
     assert trio.leftovers() == []
@@ -108,12 +116,13 @@ def test_with_min_healthy_a_rank_is_replaced_and_no_restart_counted(cluster: Mak
     before = job.wait_generation(0, 0, 1)
     os.kill(before[1]["pid"], signal.SIGKILL)
     after = job.wait_generation(1, 0, 1)
-    assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
-    assert {line["restart_count"] for line in after.values()} == {0}
+    stays = has_stayed(pair, before[0]["pid"], after[0]["pid"])
+    assert after[1]["pid"] != before[1]["pid"]
+    assert {line["restart_count"] for line in after.values()} == {0 if stays else 1}
     pair.signal_agent(0, signal.SIGTERM)
     pair.signal_agent(1, signal.SIGTERM)
     assert job.ends(0, 1) == [0, 0]
-    assert "restart that is not counted; 1 rank stays" in pair.err(0)
+    assert ("restart that is not counted; 1 rank stays" if stays else "restart 1 of") in pair.err(0)
     assert pair.leftovers() == []
 
 
@@ -153,11 +162,12 @@ def test_shards_are_cut_anew_as_nodes_come_and_go(cluster: MakeCluster) -> None:
     assert world[0]["pid"] == first and world[0]["restart_count"] == 0
     pair.kill_node(1)
     world = job.wait_generation(4, 0)
-    assert world[0]["pid"] == first and world[0]["restart_count"] == 1
+    has_stayed(pair, first, world[0]["pid"])
+    assert world[0]["restart_count"] == 1
     pair.signal_agent(0, signal.SIGTERM)
     assert job.ends(0) == [0]
     assert pair.leftovers() == []
-    done = steps(pair, first)
+    done = steps(pair, first, world[0]["pid"])
     moves = [after - before for before, after in itertools.pairwise(done)]
     assert max(moves) <= 2, "of the last step of a world a rank may not get to tell"
     assert sum(move <= 0 for move in moves) <= 1, "only what the lost node has taken with it is done again"
@@ -219,14 +229,17 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(cluster: MakeCluster) -> Non
     trio.wait_ready(2)
     trio.kill_node(1)
     after = job.wait_generation(1, 0, 2)
-    assert after[0]["pid"] == before[0]["pid"]
+    stays = has_stayed(trio, before[0]["pid"], after[0]["pid"])
     assert {line["restart_count"] for line in after.values()} == {1}
     trio.signal_agent(0, signal.SIGTERM)
     trio.signal_agent(2, signal.SIGTERM)
     assert job.ends(0, 2) == [0, 0]
     [(_, _, kind, action)] = job.causes(0)
-    assert kind == "lost-node" and action == "restart 1 of 1; 1 rank stays"
-    stays, lost, new = (steps(trio, line["pid"]) for line in (before[0], before[1], after[2]))
-    assert stays == list(range(1, len(stays) + 1)), "no step is done twice, and none is left out"
+    assert kind == "lost-node" and action.startswith(
+        "restart 1 of 1; 1 rank stays" if stays else "restart 1 of 1; 1 rank"
+    )
+    done = steps(trio, before[0]["pid"], after[0]["pid"])
+    lost, new = (steps(trio, line["pid"]) for line in (before[1], after[2]))
+    assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
     assert new == list(range(new[0], new[-1] + 1)) and new[0] >= len(lost), "from there, too"
     assert trio.leftovers() == []

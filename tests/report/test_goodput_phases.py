@@ -182,6 +182,16 @@ def test_a_world_begins_by_the_clock_of_the_end_before_it() -> None:
     assert [(world.launched_s, world.ended_s) for world in divided.worlds] == [(1.0, 6.0), (6.5, 9.0)]
 
 
+def test_the_moments_of_worlds_are_in_order_where_clocks_differ_by_more_than_a_world_took() -> None:
+    """The lines of the second came here from a node whose times are 0.6 s off, and it was over in 0.3 s."""
+    job = Written().world(0, 1.0, 1.5, 2.0, 2.0)
+    job.incident(1, 0, 6.0, 6.2, launched_s=6.5, started_s=6.6, again_s=6.7)
+    job.world(1, 5.9, 6.0, 6.1, 6.1).incident(2, 1, 6.4, 6.8, launched_s=7.0, started_s=7.1, recovered_s=7.2)
+    worlds = job.world(2, 7.0, 7.1, 7.2, 7.2).exits(9.0, 2).end(9.0).divided().worlds
+    moments = [at_s for world in worlds for at_s in (world.launched_s, world.trained_s, world.ended_s)]
+    assert moments == [1.0, 2.0, 6.0, 6.5, 6.5, 6.5, 7.0, 7.2, 9.0]
+
+
 def test_a_failure_that_the_others_survive_costs_nothing() -> None:
     """With min-healthy the world goes on."""
     job = Written().world(0, 1.0, 1.5, 2.0, 2.0).incident(1, 0, 4.0, 4.5, restarted=False)

@@ -185,7 +185,8 @@ class _Division:
         return Cost(incident, at_s, redone, phases_s, sum(us.values()) / 1e6)
 
     def _worlds(self) -> tuple[World, ...]:
-        done = []
+        done: list[World] = []
+        ended_us = self._job.start_us
         before: IncidentNoted | None = None  # what ended the world before
         if not self._seen:
             self._paint_beginning(self._job.end_us, self._job.end_us)
@@ -204,7 +205,8 @@ class _Division:
                 self._canvas.paint(began_us, up_us, Phase.STARTING, world.generation, before.number)
             redone = self._count_redone(world, before)
             self._paint_world(world, trains_us, ends_us, redone or 0, before.number if before is not None else 0)
-            done.append(_told(world, began_us, trains_us, ends_us, redone))
+            done.append(_told(world, max(began_us, ended_us), trains_us, ends_us, redone))
+            ended_us = round(done[-1].ended_s * 1e6)
             if stop is not None:
                 self._paint_stop(stop, after)
             before = stop
@@ -301,6 +303,10 @@ def _reaches(world: Seen, steps: int, trains_us: int, ends_us: int) -> int:
 
 
 def _told(world: Seen, began_us: int, trains_us: int | None, ends_us: int, redone: int | None) -> World:
-    trained_s = trains_us / 1e6 if trains_us is not None and trains_us < ends_us else None
+    """In the order in which it was, also where clocks differ by more than it took: what came here from a node that was
+    cut off is by that one's, as far as it could be told."""
+    trained_us = max(trains_us, began_us) if trains_us is not None and trains_us < ends_us else None
+    ended_us = max(ends_us, began_us if trained_us is None else trained_us)
+    trained_s = trained_us / 1e6 if trained_us is not None else None
     who = (world.generation, world.size, tuple(dict.fromkeys(world.nodes)))
-    return World(*who, began_us / 1e6, trained_s, ends_us / 1e6, world.base, world.steps, redone)
+    return World(*who, began_us / 1e6, trained_s, ended_us / 1e6, world.base, world.steps, redone)
