@@ -39,7 +39,7 @@ def has_stayed(nodes: Cluster, before: int, line: Line) -> bool:
     """Whether node 0's rank is the same process still. Where a peer is killed in the middle of a message nobody gets
     out of it: the rank leaves its state to another process then, and that is said. The line may be of a step that was
     done when the world before ended; a step later the rank can be told to stop in order."""
-    nodes.news.wait(lambda other: other["pid"] == line["pid"] and other["step"] > line["step"], WAIT_S)
+    assert nodes.news.wait(lambda other: other["pid"] == line["pid"] and other["step"] > line["step"], WAIT_S)
     stays: bool = before == line["pid"]
     assert stays or "rank is replaced, too: it did not leave its world" in nodes.err(0), nodes.err(0)
     return stays
@@ -238,9 +238,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(cluster: MakeCluster) -> Non
     trio.signal_agent(2, signal.SIGTERM)
     assert job.ends(0, 2) == [0, 0]
     [(_, _, kind, action)] = job.causes(0)
-    assert kind == "lost-node" and action.startswith(
-        "restart 1 of 1; 1 rank stays" if stays else "restart 1 of 1; 1 rank"
-    )
+    became = "1 rank stays" if stays else "1 rank is replaced, too: it did not leave its world"
+    assert kind == "lost-node" and action == f"restart 1 of 1; {became}"
     done = steps(trio, before[0]["pid"], after[0]["pid"])
     lost, new = (steps(trio, line["pid"]) for line in (before[1], after[2]))
     assert done == list(range(1, len(done) + 1)), "no step is done twice, and none is left out"
