@@ -396,3 +396,19 @@ def test_the_incident_says_that_shards_did_not_stay_in_a_smaller_world() -> None
     assert job.got("a", protocol.Closed)[-1].incident.action == (
         "restart 1 of 9; all ranks are started anew: what they have does not fit a world of another size"
     )
+
+
+def test_where_all_were_to_end_one_that_waits_for_its_world_is_told_to() -> None:
+    """Its peer on another node was not asked, but signalled, as it had not begun to look."""
+    job = training()
+    asked = the(job.hears(StopRequested(signal.SIGTERM)), Signal)
+    assert asked.drain and asked.ranks == (0, 1, 2)
+    told = the(job.hears(Stumbled(0, 1, job.now_s, "connection closed by peer"), FOREVER_S), Signal)
+    assert (told.ranks, told.signum, told.drain) == ((0, 1, 2), signal.SIGTERM, False)
+    assert job.hears(Stumbled(0, 0, job.now_s, "connection closed by peer"), FOREVER_S) == []
+
+
+def test_a_world_that_has_failed_a_rank_has_no_boundary_to_end_at() -> None:
+    job = training()
+    job.hears(Stumbled(0, 2, job.now_s, "connection closed by peer"), FOREVER_S)
+    assert not the(job.hears(StopRequested(signal.SIGTERM), 0.1), Signal).drain

@@ -27,6 +27,7 @@ FIRST = {
     "dump_awaited": 165,
     "outdated_taken": 700,
     "planned_ends_are_tries": 200,
+    "boundary_awaited_in_vain": 800,
 }
 
 

@@ -15,9 +15,13 @@ STEPS = 30
 
 
 def run(job: Job, kills: list[dict[str, Any]], *flags: str, nproc: int = 3, **options: Any) -> int:
+    return start(job, kills, *flags, nproc=nproc, **options).wait()
+
+
+def start(job: Job, kills: list[dict[str, Any]], *flags: str, nproc: int = 3, **options: Any) -> Job:
     given = (f"--kills={json.dumps(kills)}", f"--steps={STEPS}", *flags)
     env = {"CHECKPOINT_DIR": str(job.folder / "saved"), **options.pop("env", {})}
-    return job.run(SCRIPT, *given, nproc=nproc, max_restarts=20, env=env, **options)
+    return job.start(SCRIPT, *given, nproc=nproc, max_restarts=20, env=env, **options)
 
 
 def steps(job: Job) -> dict[int, list[int]]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from harness import Job
+from harness import WAIT_S, Job
 from holdfast.checkpoint import catalogue, verify
 from holdfast.checkpoint.storage import open_storage
-from survivors.stories import check, killed, run
+from survivors.stories import check, killed, run, start, steps
+
+
+def until(happens: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not happens():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def saved(job: Job) -> set[int | None]:
@@ -45,3 +55,20 @@ def test_a_rank_and_the_writer_are_killed_in_one(job: Job, undisturbed: Any) -> 
     check(job, undisturbed(), {1})
     assert len(job.events("writer.started")) == 2
     assert {20} <= saved(job) <= {10, 20, 30}
+
+
+@pytest.mark.parametrize("at", ["import", pytest.param("load", marks=pytest.mark.long)])
+def test_a_job_that_is_stopped_while_a_rank_joins_saves_what_the_others_have_in_memory(job: Job, at: str) -> None:
+    """No step of the new world was done, and nobody has looked whether all are to end: they will."""
+    joins = {"rank": 1, "at": at, "generation": 1, "until": "told", "how": "waits"}
+    start(job, [{"rank": 1, "step": 13, "at": "forward"}, joins], "--memory-every=5")
+    until((job.folder / "killed.1").exists)
+    job.signal(signal.SIGTERM)
+    until(lambda: any(event["drain"] for event in job.events("ranks.signalled")))
+    (job.folder / "told").touch()
+    assert job.wait() == 0, job.err
+    assert "stopped by SIGTERM; all ranks saved and ended by themselves" in job.err
+    done = steps(job)
+    newest = max(step for step in saved(job) if step is not None)
+    assert 12 in done[0] and newest >= max(done[0][-1], done[1][-1])
+    assert job.leftovers() == []

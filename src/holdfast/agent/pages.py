@@ -84,12 +84,15 @@ class Page:
     def lease(self, until_s: float) -> None:
         self._times[beacon.LEASE] = until_s
 
-    def drain(self) -> bool:
-        """Ask the rank to end at a boundary; False if it is none that would."""
-        if not self.written or self._words[beacon.DRAINS] != 1:
-            return False
+    @property
+    def drains(self) -> bool | None:
+        """Whether the rank ends at a boundary when it is asked to; None: it has not said so yet, and may never do."""
+        said = self._words[beacon.DRAINS] if self.written else 0
+        return said == 1 if said else None
+
+    def drain(self) -> None:
+        """Ask it to. Who is not there yet will see it."""
         self._words[beacon.DRAIN] = 1
-        return True
 
     @property
     def is_draining(self) -> bool:

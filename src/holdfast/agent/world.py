@@ -288,15 +288,22 @@ class RunningWorld:
                 self._loop.call_soon_threadsafe(self._on_dying, self, ended)
 
     def signal(self, ranks: tuple[int, ...], signum: int, drain: bool = False) -> None:
-        """`drain`: ranks that end by themselves when they are asked to are asked."""
-        self._pending_signal = signum
-        for rank in ranks:
-            if drain and self.pages[rank - self.world.first_rank].drain():
-                continue
+        """`drain`: ranks that end by themselves when they are asked to are asked. A boundary takes all of them: where
+        one has not begun to look whether it is, nobody is. Where ranks have stayed, all of them will look."""
+        answers = {rank: self._drains(self.pages[rank - self.world.first_rank]) for rank in ranks}
+        asked = [rank for rank, drains in answers.items() if drains] if drain and None not in answers.values() else []
+        for rank in asked:
+            self.pages[rank - self.world.first_rank].drain()
+        if not asked:
+            self._pending_signal = signum
+        for rank in answers.keys() - asked:
             if (pid := self._pids.get(rank - self.world.first_rank)) is not None:
                 linux.signal_session(pid, signum)
                 if signum != signal.SIGKILL:
                     linux.signal_session(pid, signal.SIGCONT)  # one that is stopped would not hear of it
+
+    def _drains(self, page: pages.Page) -> bool | None:
+        return page.drains if page.drains is not None else self.world.stayed or None
 
     def targets(self) -> list[dumps.Target]:
         """Whom to ask for stacks."""

@@ -32,7 +32,7 @@ from holdfast.checkpoint.together import Together, join
 from holdfast.wire import messages
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
-from holdfast.worker.beacon import DRAINS, Phase
+from holdfast.worker.beacon import Phase
 from holdfast.worker.saying import complain, say
 
 log = logging.getLogger("holdfast")
@@ -295,7 +295,7 @@ class Checkpointer:
             atexit.unregister(self._at_exit)
             self._hook.remove()
             if self._beacon is not None:
-                self._beacon.words[DRAINS] = 0  # nobody looks any more whether it is to end
+                self._beacon.drains_no_more()
             self._courier.close(failed, wait_s)
             if self._appointments is not None:
                 self._appointments.close(wait_s)

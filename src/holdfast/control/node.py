@@ -99,7 +99,7 @@ class Node(Staying):
             case StandsBy(ready=ready):
                 self.standby = ready
                 return []
-            case Stumbled(generation=generation) if self._is_running(generation):
+            case Stumbled(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._stumbled(event)
             case Left(generation=generation) if self.world is not None and generation == self.world.generation:
                 return self._down(now_s) if self._left(event) else []
@@ -218,14 +218,6 @@ class Node(Staying):
             return self._stop_hung(now_s, stop.why, stop.native)
         return self._stop(now_s, signal.SIGTERM, stop.why, drain=stop.drain)
 
-    def _give_up_drain(self, why: str) -> list[Action]:
-        """A boundary needs all ranks. Once one has failed, the others would wait for it until the grace is over."""
-        if not self.draining:
-            return []
-        self.draining = False
-        # The time that they have does not begin anew.
-        return [act for act in self._stops(signal.SIGTERM, why) if not isinstance(act, Timer) or act.name != "grace"]
-
     def _stepped(self, now_s: float, event: Stepped) -> list[Action]:
         assert self.world is not None
         self.stepped |= {event.rank}
@@ -246,9 +238,7 @@ class Node(Staying):
         if not self.live:
             return self._down(now_s)
         if exit.drained and exit.status != 0 and self.draining:
-            assert self.world is not None
-            why = f"rank {exit.rank} failed while all were to end: {exit.headline}"
-            return [*self._tell(protocol.Failing(self.world.generation, why)), *self._give_up_drain(why)]
+            return self._misses_boundary(exit.rank, exit.headline)
         return []
 
     def _was_told(self, exit: RankExit) -> bool:
@@ -519,8 +509,8 @@ class Node(Staying):
     def _stop(self, now_s: float, signum: int, why: str, drain: bool = False) -> list[Action]:
         self.phase = Phase.STOPPING
         self.stop_sent_at_s = now_s
-        self.draining = drain
-        return self._send_stop(signum, why, drain)
+        self.draining = drain and not self.stumbles  # else it has no more boundaries
+        return self._send_stop(signum, why, self.draining)
 
     def _send_stop(self, signum: int, why: str, drain: bool = False) -> list[Action]:
         if signum == signal.SIGKILL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from holdfast.control import protocol
 from holdfast.control.acts import Action, Bequeathed, Leave, Left, Signal, Started, Stays, Stumbled, Timer
 from holdfast.control.causes import Cause, Kind
 from holdfast.control.standing import Phase, Standing
@@ -86,6 +87,19 @@ class Staying(Standing):
     def _may_stay(self) -> bool:
         return self.over is None and self.stop_signal is None and not self.hung
 
+    def _misses_boundary(self, rank: int, headline: str) -> list[Action]:
+        assert self.world is not None
+        why = f"rank {rank} failed while all were to end: {headline}"
+        return [*self._tell(protocol.Failing(self.world.generation, why)), *self._give_up_drain(why)]
+
+    def _give_up_drain(self, why: str) -> list[Action]:
+        """A boundary needs all ranks. Once one has failed, the others would wait for it until the grace is over."""
+        if not self.draining:
+            return []
+        self.draining = False
+        # The time that they have does not begin anew.
+        return [act for act in self._stops(signal.SIGTERM, why) if not isinstance(act, Timer) or act.name != "grace"]
+
     def _grace_is_over(self) -> list[Action]:
         """Who ends is killed. Who stays is in a long step: it leaves without a boundary, and keeps its state."""
         assert self.world is not None
@@ -144,8 +158,11 @@ class Staying(Standing):
         return not self.live
 
     def _stumbled(self, event: Stumbled) -> list[Action]:
-        if event.rank not in self.live or self.phase is not Phase.RUNNING:
+        if event.rank not in self.live:
             return []
+        if self.phase is not Phase.RUNNING:
+            ends = self.draining and event.rank not in self.leavers  # who leaves has been told already
+            return self._misses_boundary(event.rank, event.headline) if ends else []
         first = not self.stumbles
         self.stumbles += (Cause(Kind.BACKEND, event.headline, event.at_s, rank=event.rank),)
         return [Timer("stumble", event.generation, STUMBLE_S)] if first else []

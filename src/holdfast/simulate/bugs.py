@@ -444,6 +444,11 @@ def stumble_forgotten() -> Any:
     return mock.patch.object(Node, "_stumbled", lambda self, event: [])
 
 
+def boundary_awaited_in_vain() -> Any:
+    """A rank that is to end at a boundary, and whose world has failed it, is not told that there will be none."""
+    return mock.patch.object(Node, "_misses_boundary", lambda self, rank, headline: [])
+
+
 def left_before_it_leaves() -> Any:
     """A rank says that it has left its world, and is still in it."""
 
@@ -526,8 +531,8 @@ BUGS: dict[str, Bug] = {
         two_coordinators, too_many_nodes, zombie_answers, lease_from_welcome, hang_ignored, dump_awaited, sleep_blamed,
         short_limit, waiting_blamed, exclusion_forgotten, excluded_until_its_next_agent, end_not_written,
         end_as_a_failure, progress_ignored, progress_not_seen, drained_though_killed, job_id_per_term,
-        quitter_excused, late_leaver_kept, stumble_forgotten, left_before_it_leaves, killed_at_the_boundary,
-        kept_from_the_first_step_on, planned_ends_are_tries, memory_ignored, outdated_taken,
+        quitter_excused, late_leaver_kept, stumble_forgotten, boundary_awaited_in_vain, left_before_it_leaves,
+        killed_at_the_boundary, kept_from_the_first_step_on, planned_ends_are_tries, memory_ignored, outdated_taken,
     )
 }  # fmt: skip
 

@@ -58,7 +58,8 @@ class Group:
         self.raised: set[int] = set()  # ranks that have raised, likewise
         self.ends: dict[int, int] = {}  # how those that have ended did
         self.leaves: set[int] = set()  # those of them that stay
-        self._signalled: dict[int, int] = {}
+        self.stumbled: set[int] = set()  # ranks that wait to be told what has become of their world
+        self.signalled: dict[int, int] = {}
 
     @property
     def whole(self) -> bool:
@@ -149,9 +150,11 @@ class Group:
 
     def signal(self, ranks: tuple[int, ...], signum: int, drain: bool = False) -> None:
         timeline, program = self.agent.timeline, self.agent.sim.scenario.program
-        if drain and program.drains and self.started:
+        if drain and program.drains and (self.started or self.world.stayed):
             self.asked.update(rank for rank in ranks if rank in self.alive)
             self.agent.sim.training.asked(self)
+            for rank in self.stumbled.intersection(ranks):
+                self.agent.sim.waits(self, rank)
             return
         for rank in ranks:
             if rank not in self.alive or rank in self.stuck:
@@ -160,8 +163,8 @@ class Group:
                 self.stuck[rank] = True
             elif signum == signal.SIGKILL:
                 timeline.after(timeline.random.uniform(0.001, 0.05), self.end, rank, -signum)
-            elif rank not in self._signalled:
-                self._signalled[rank] = signum
+            elif rank not in self.signalled:
+                self.signalled[rank] = signum
                 if not timeline.chance(0.7 if rank in self.hung else program.deaf):
                     status = -signum if timeline.chance(0.9) or rank in self.left else 0
                     timeline.after(timeline.random.expovariate(4.0), self.end, rank, status)
@@ -480,3 +483,5 @@ class Training:
         assert group.ensemble is not None
         self._break(group.ensemble, group)
         group.agent.post(group.agent.rank_stumbled, group, rank, text)
+        group.stumbled.add(rank)
+        self.sim.waits(group, rank)

@@ -8,6 +8,7 @@ from holdfast.control import acts
 from holdfast.control.causes import Kind
 from holdfast.control.hangs import LATE_S, UNSEEN_FLOORS, Mode
 from holdfast.control.node import DUMP_S
+from holdfast.control.staying import STUMBLE_S
 from holdfast.simulate import observed as seen
 from holdfast.simulate import scenario as scenarios
 from holdfast.simulate.agent import Agent
@@ -112,6 +113,20 @@ class Simulation:
             text = f"rank {rank} of generation {group.world.generation} hangs on {agent.node_id} since {since_s:.1f} s"
             raise Violation("hangs", f"{text}, and its limit was {limit_s:.1f} s")
         self.timeline.at(min(due_s, now_s + DUMP_S) + 0.001, self._watch_over, group, rank, since_s)
+
+    def waits(self, group: Group, rank: int) -> None:
+        """Its world has failed it, and it says so. Where it is to end at a boundary, none comes any more."""
+        self.timeline.after(STUMBLE_S, self._is_told, group, rank)
+
+    def _is_told(self, group: Group, rank: int) -> None:
+        agent = group.agent
+        if not agent.alive or agent.finished is not None or rank not in group.alive or rank in group.stuck:
+            return
+        if agent.frozen or agent.host.frozen or self.timeline.now_s - agent.host.disturbed_s < STUMBLE_S:
+            self.waits(group, rank)
+        elif rank in group.asked - group.leaves and rank not in group.signalled:
+            text = f"rank {rank} of generation {group.world.generation} on {agent.node_id}"
+            raise Violation("stumbles", f"{text} waits for a boundary that cannot come")
 
     def left(self, agent: Agent) -> None:
         self.agents.remove(agent)

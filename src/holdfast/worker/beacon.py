@@ -35,14 +35,14 @@ SAVED_S = 25  # so long saves have held it up
 OWN_S, OWN_STEPS = 26, 27  # so long it took for itself, before it could wait for others, in so many steps
 BASED = 28  # 1: its optimizer counts, so that BASE says something
 SECTION_S = 29  # so long its sections took that are closed; one inside of another counts as well
-DRAINS = 24  # 1: it looks at DRAIN after each step, saves when it is told to, and ends by itself
+DRAINS = 24  # 1: it looks at DRAIN after each step, saves when it is told to, and ends by itself; 2: it no longer does
 # then those of the agent:
 LEASE, WAKE_AT, CONFIG_AT, CONFIG_BYTES = range(32, 36)
 LIMITS = 36  # one a phase
 DRAIN = 48  # 1: the rank is to end at the next boundary
 LIFELINE = 56  # eight of them
 
-_KEPT = (TRAINS, *range(GAPS, GAPS + 4), DRAINS)  # by a rank that goes from one world to the next
+_KEPT = (TRAINS, *range(GAPS, GAPS + 4))  # by a rank that goes from one world to the next
 
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 HEADER_BYTES = 4096
@@ -167,6 +167,9 @@ class Beacon:
     def drains(self) -> None:
         """Say that this rank is to be asked, rather than signalled, where there is time to end in order."""
         self.words[DRAINS] = 1
+
+    def drains_no_more(self) -> None:
+        self.words[DRAINS] = 2
 
     @property
     def drain_requested(self) -> bool:

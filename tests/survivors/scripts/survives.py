@@ -57,6 +57,8 @@ class Kills:
                     time.sleep(0.005)
                 if (name := kill.get("raises")) is not None:
                     raise getattr(builtins, name)("of the program's own")
+                if kill.get("how") == "waits":  # and goes on
+                    return
                 if kill.get("how") == "stuck":
                     time.sleep(60)
                 if kill.get("how") == "gil":
