@@ -3,7 +3,8 @@
 A rank cannot ask at every step: that would cost a round trip each. So a thread of every rank listens. Whoever wants
 something says so; rank 0 names a step a little ahead; every rank answers whether it can still keep that, and if one has
 passed it already the step is moved. A rank that comes to the step before all have answered waits there, a moment. In
-all other steps it compares two numbers.
+all other steps it says where it is, and then sees that nothing is planned; who plans says that first, and then looks
+where it is. So one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Appointments:
         self._rank, self._size = together.rank, together.size
         self._changed = threading.Condition()
         self._position = -1
+        self._quiet = True  # nothing is named, and nothing settled that is still to come
         self._plan: Plan | None = None  # named, and not yet settled
         self._number = 0  # of the plan that is listened for
         self._due: dict[int, list[str]] = {}
@@ -56,18 +58,22 @@ class Appointments:
                 return
             self._asked.add(what)
             if self._size == 1:
+                self._quiet = False
                 self._due.setdefault(self._position + 1, []).append(what)
                 return
         self._want(what)
 
     def at(self, step: int) -> list[str]:
         """What is due at the end of this step."""
+        self._position = step
+        if self._quiet:
+            return []
         with self._changed:
-            self._position = step
             while self._plan is not None and self._plan.step <= step and not self._over:
                 self._changed.wait()
             due = [what for at in sorted(self._due) if at <= step for what in self._due.pop(at)]
             self._asked.difference_update(due)
+            self._quiet = self._plan is None and not self._due
             return due
 
     def close(self, wait_s: float = CLOSE_S) -> None:
@@ -149,6 +155,7 @@ class Appointments:
                 return
             plan = msgspec.json.decode(bytes(store.get(key)), type=Plan)
             with self._changed:
+                self._quiet = False
                 self._plan = plan
                 self._asked.add(plan.what)
                 position = self._position

@@ -32,7 +32,7 @@ from holdfast.checkpoint.together import Together, join
 from holdfast.wire import messages
 from holdfast.wire.snapshots import RESUME
 from holdfast.worker import place
-from holdfast.worker.beacon import Phase
+from holdfast.worker.beacon import DRAIN, Phase
 from holdfast.worker.saying import complain, say
 
 log = logging.getLogger("holdfast")
@@ -195,16 +195,24 @@ class Checkpointer:
         """Say that a step is done; what is due then happens by itself. On a request to stop it saves, and exits.
         `epoch`: with this step an epoch has ended, and is saved. Metrics may be a function, which is asked when they
         are needed."""
-        self._check_open()
+        if self._closed or self._appointments is None:
+            self._begin_steps()
+        assert self._appointments is not None
         step = settings.count("step", step)
         now_s = time.monotonic()
         if self._step_at_s is not None:
-            self._pace.step(now_s - self._step_at_s)
+            self._pace.steps_s.append(now_s - self._step_at_s)
         self._step_at_s = now_s
         self._started += 1
-        self._look_ahead(now_s)
+        if (cost_s := self._snapshots.cost()) is not None:
+            self._look_at_cost(cost_s)
+        # What this rank alone knows to be due: all ranks will do it at the same step.
+        if (self._beacon is not None and self._beacon.words[DRAIN]) or (self._stops_when and self._stops_when()):
+            self._appointments.ask("stop")
+        if self._every_s is not None and now_s - self._saved_at_s >= self._every_s and self._together.rank == 0:
+            self._saved_at_s = now_s
+            self._appointments.ask("save")
         saves = epoch is not None or (self._every_steps is not None and step % self._every_steps == 0)
-        assert self._appointments is not None
         for due in self._appointments.at(step):
             if due == "stop":
                 self._stop(step, epoch, metrics)
@@ -328,22 +336,18 @@ class Checkpointer:
         if os.getpid() == self._pid:
             self._snapshots.before_step()
 
-    def _look_ahead(self, now_s: float) -> None:
-        """What this rank alone knows to be due: all ranks will do it at the same step."""
-        if self._appointments is None:
-            self._appointments = Appointments(self._together)
-            if self._beacon is not None:
-                self._beacon.drains()
-        if (cost_s := self._snapshots.cost()) is not None:
-            self._pace.snapshot(cost_s)
-        if (self._beacon is not None and self._beacon.drain_requested) or (self._stops_when and self._stops_when()):
-            self._appointments.ask("stop")
-        if self._together.rank == 0:
-            if self._chooses_pace and (every := self._pace.choose(self._memory_every)) is not None:
-                self._appointments.ask(str(every))
-            if self._every_s is not None and now_s - self._saved_at_s >= self._every_s:
-                self._saved_at_s = now_s
-                self._appointments.ask("save")
+    def _begin_steps(self) -> None:
+        self._check_open()
+        self._appointments = Appointments(self._together)
+        if self._beacon is not None:
+            self._beacon.drains()
+
+    def _look_at_cost(self, cost_s: float) -> None:
+        assert self._appointments is not None
+        self._pace.snapshot(cost_s)
+        every = self._pace.choose(self._memory_every) if self._chooses_pace and self._together.rank == 0 else None
+        if every is not None:
+            self._appointments.ask(str(every))
 
     def _set_pace(self, every: int) -> None:
         self._memory_every = every

@@ -26,7 +26,7 @@ class Pace:
     def __init__(self) -> None:
         self._taken = 0
         self._costs_s: deque[float] = deque(maxlen=16)
-        self._steps_s: deque[float] = deque(maxlen=32)
+        self.steps_s: deque[float] = deque(maxlen=32)  # what each took, to be told of all
         self._chosen_at = 0
 
     def snapshot(self, cost_s: float) -> None:
@@ -34,20 +34,17 @@ class Pace:
         if self._taken > COLD:
             self._costs_s.append(cost_s)
 
-    def step(self, took_s: float) -> None:
-        self._steps_s.append(took_s)
-
     @property
     def snapshot_s(self) -> float:
         return statistics.median(self._costs_s)
 
     @property
     def step_s(self) -> float:
-        return statistics.median(self._steps_s)
+        return statistics.median(self.steps_s)
 
     def choose(self, now: int | None) -> int | None:
         """A better interval than the present one; None if that will do. Small changes are not worth a word."""
-        if self._taken < max(FIRST, self._chosen_at + SAMPLES) or not self._steps_s:
+        if self._taken < max(FIRST, self._chosen_at + SAMPLES) or not self.steps_s:
             return None
         self._chosen_at = self._taken
         better = every(self.snapshot_s, self.step_s)

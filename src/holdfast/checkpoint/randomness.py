@@ -8,26 +8,39 @@ import struct
 import sys
 from typing import Any, NamedTuple
 
+import torch
+
 _PYTHON = struct.Struct("<625I")
-_TWISTER_BYTES = 625 * 4  # of both generators, in memory: 624 words, and how many of them are used up
+_WORDS = 624  # of a Mersenne twister, as Python and numpy have it
 
 _python: Any = getattr(random.getstate, "__self__", None)  # the generator behind the module's functions
 
 
-def _find_python_words() -> int:
-    """Where they are. 0: not where CPython has them."""
+class _Twister:
+    """Where a generator stands, in memory, and so much of it that another place in its course is seen: each draw
+    changes how many words are used up, and each 624th draw all the words."""
+
+    def __init__(self, words_at: int, used_at: int) -> None:
+        self._words = (ctypes.c_char * 128).from_address(words_at)
+        self._used = ctypes.c_uint32.from_address(used_at)
+
+    def look(self) -> tuple[int, bytes]:
+        return self._used.value, self._words.raw
+
+
+def _find_python() -> _Twister | None:
+    """None: it is not where CPython has it."""
     if type(_python) is not random.Random or sys.implementation.name != "cpython":
-        return 0
+        return None
     _, words, _ = _python.getstate()
     in_memory = ctypes.string_at(id(_python), random.Random.__bases__[0].__basicsize__)
-    return id(_python) + at if (at := in_memory.find(struct.pack("=625I", words[-1], *words[:-1]))) > 0 else 0
+    at = id(_python) + (found := in_memory.find(struct.pack(f"={_WORDS + 1}I", words[-1], *words[:-1])))
+    return _Twister(at + 4, at) if found > 0 else None
 
 
-_python_at = _find_python_words()
-
-
-def _python_words() -> bytes:
-    return ctypes.string_at(_python_at, _TWISTER_BYTES) if _python_at else b""
+_python_twister = _find_python()
+_numpy_generator: Any = None  # behind the module's functions, when it was last looked at
+_numpy_twister: _Twister | None = None
 
 
 class Mark(NamedTuple):
@@ -37,40 +50,38 @@ class Mark(NamedTuple):
     torch: Any
     cuda: Any
     numpy: Any
-    words: tuple[bytes, bytes]  # Python's and numpy's, as they are in memory
+    seen: tuple[Any, Any]  # of Python's and numpy's
 
 
 def mark(before: Mark | None = None) -> Mark:
     """`before` is an earlier one: to say where they stand takes Python's generator 10 µs and numpy's 22 µs, and few
     programs draw from these in each step."""
-    import torch
-
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    words, numpy_words, drawn = _python_words(), b"", None
-    same = before is not None and words and before.words[0] == words and before.python[2] == _python.gauss_next
+    seen, numpy_seen, numpy = _python_twister.look() if _python_twister is not None else None, None, None
+    same = before is not None and seen and before.seen[0] == seen and before.python[2] == _python.gauss_next
     python = before.python if same and before is not None else random.getstate()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_words = _numpy_words(numpy_random)
+        numpy_seen = _look_at_numpy(numpy_random)
         # Normal numbers come in pairs. Whether the second of one is still there is not in the words, but it cannot come
         # to be there without them.
-        same = before is not None and numpy_words and before.words[1] == numpy_words and not before.numpy[3]
-        drawn = before.numpy if same and before is not None else numpy_random.get_state()
-    return Mark(python, torch.get_rng_state(), cuda, drawn, (words, numpy_words))
+        same = before is not None and numpy_seen and before.seen[1] == numpy_seen and not before.numpy[3]
+        numpy = before.numpy if same and before is not None else numpy_random.get_state()
+    return Mark(python, torch.default_generator.get_state(), cuda, numpy, (seen, numpy_seen))
 
 
-def _numpy_words(numpy_random: Any) -> bytes:
-    """Empty, where numpy is too old to be asked (1.24), or the program has put another generator in its place."""
-    if not hasattr(numpy_random, "get_bit_generator"):
-        return b""
-    generator = numpy_random.get_bit_generator()
-    if type(generator) is not numpy_random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+def _look_at_numpy(numpy_random: Any) -> tuple[int, bytes] | None:
+    """None, where numpy is too old to be asked (1.24), or the program has put another kind of generator there."""
+    global _numpy_generator, _numpy_twister
+    if (asked := getattr(numpy_random, "get_bit_generator", None)) is None:
+        return None
+    generator = asked()
+    if generator is not _numpy_generator:
+        at = generator.ctypes.state_address if type(generator) is numpy_random.MT19937 else 0
+        _numpy_generator, _numpy_twister = generator, _Twister(at, at + 4 * _WORDS) if at else None
+    return _numpy_twister.look() if _numpy_twister is not None else None
 
 
 def go_back(to: Mark) -> None:
-    import torch
-
     random.setstate(to.python)
     torch.set_rng_state(to.torch)
     if to.cuda is not None:
@@ -96,8 +107,6 @@ def told(marked: Mark) -> dict[str, Any]:
 
 
 def put_back(state: dict[str, Any]) -> None:
-    import torch
-
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, _PYTHON.unpack(words), gauss))
@@ -115,6 +124,4 @@ def _bytes(state: Any) -> bytes:
 
 
 def _bytes_tensor(content: bytes) -> Any:
-    import torch
-
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -36,9 +36,10 @@ def policy(keep: int, keep_best: int, keep_every: int, metric: str, mode: str) -
 
 
 def count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r}: a whole number is meant")
-    value = int(value)
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}={value!r}: a whole number is meant")
+        value = int(value)
     if not 0 <= value < 10**18:
         raise ValueError(f"{name}={value}: a number from 0 on is meant")
     return value

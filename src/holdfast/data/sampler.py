@@ -97,13 +97,15 @@ class ElasticSampler(Sampler[list[int]]):
         """From the committed position to the end of the epoch. Moves nothing, since a loader reads ahead."""
         return self._batches(self._order, self._position)
 
-    def commit(self) -> None:
-        """Call it after the optimizer's step: the samples of one global batch are done. Those of the last one end the
-        epoch, and the next begins with an order of its own."""
+    def commit(self) -> bool:
+        """Call it after the optimizer's step: the samples of one global batch are done. True if those were the last of
+        the epoch; the next one begins with an order of its own."""
         self._position += self._batch_size
-        if self._position >= self._size:
-            self._order = Order(self._size, self._order.seed, self._order.epoch + 1, self._order.shuffle)
-            self._position = 0
+        if self._position < self._size:
+            return False
+        self._order = Order(self._size, self._order.seed, self._order.epoch + 1, self._order.shuffle)
+        self._position = 0
+        return True
 
     def move(self, batch_size: int, rank: int, world_size: int) -> None:
         """The world is another one. Call it between two steps; whoever reads ahead has to begin again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +14,7 @@ from holdfast.data.sampler import ElasticSampler
 from holdfast.exact import keyed
 from holdfast.training.units import Cut, Unit
 
-_AT_ONCE = (
-    1024  # indices are found for so many samples at once: one batch after the other would cost four times as much
-)
+_AT_ONCE = 4096  # indices are found for so many samples at once: one batch after the other would cost ten times as much
 
 
 class Batches:
@@ -40,6 +39,7 @@ class Batches:
         self.rule = "none"  # by which the learning rate follows the number of ranks then
         self.served = False  # all of this rank's units of a step that is not done yet
         self.unit: Unit | None = None  # that was given out last, of a step that is not done yet
+        self.samples = 0  # of that step, on all ranks
         self._begin = begin
         self._moved = False
         self._epoch, self._position, self._done = sampler.epoch, sampler.position, done
@@ -56,11 +56,6 @@ class Batches:
     def epoch(self) -> int:
         """How many are done."""
         return self.sampler.epoch
-
-    @property
-    def samples(self) -> int:
-        """Of the step that is being done, on all ranks."""
-        return min(self.cut.batch_size, self._size - self.sampler.position)
 
     def __len__(self) -> int:
         """Steps that are left."""
@@ -80,28 +75,25 @@ class Batches:
             order = Order(self._size, self.sampler.order.seed, self._epoch, self.sampler.order.shuffle)
             self._indices.point(order, self._position, self._done)
             self._generator.manual_seed(keyed.seed_of(order.seed, self._epoch, "workers"))
-            coming = iter(self._loader)
-            while self._position < self._size:
+            units = self._indices.units
+            for batch in self._loader:
+                self.unit = unit = units.popleft()
+                self.served = unit.is_last
                 end = min(self._position + self.cut.batch_size, self._size)
-                for unit in self.cut.units(self._position, end, self._done):
-                    batch = next(coming)
-                    self.unit, self.served = unit, unit.is_last
-                    self._begin(self.cut, unit, end - self._position)
-                    yield batch
-                    if self._moved:
-                        break
+                self.samples = end - self._position
+                self._begin(self.cut, unit, self.samples)
+                yield batch
                 if self._moved:
                     break
-                self._position, self._done = end, 0
+                if unit.is_last:
+                    self._position, self._done = end, 0
             else:
                 self._epoch, self._position = self._epoch + 1, 0
 
     def commit(self) -> bool:
         """The step is done. Whether the epoch is, too."""
-        before = self.sampler.epoch
-        self.sampler.commit()
         self.unit, self.served = None, False
-        return self.sampler.epoch > before
+        return self.sampler.commit()
 
 
 class _Indices(Sampler[list[Any]]):
@@ -110,36 +102,45 @@ class _Indices(Sampler[list[Any]]):
     def __init__(self, cut: Cut, keys: bool) -> None:
         super().__init__()
         self.cut = cut
+        self.units: deque[Unit] = deque()  # that the loader has asked for, in order
         self._keys = keys  # each index with its epoch, by which its randomness is keyed
         self._order: Order | None = None
         self._position = self._done = 0
 
     def point(self, order: Order, position: int, done: int) -> None:
         self._order, self._position, self._done = order, position, done
+        self.units = deque()  # a loader that goes on with what was before does no harm to this one
 
     def __iter__(self) -> Iterator[list[Any]]:
         assert self._order is not None
-        order, size = self._order, self.cut.batch_size
+        order, size, asked_for = self._order, self.cut.batch_size, self.units
         waiting: list[Unit] = []
         found, enough = 0, 1  # the first batch is not kept waiting for those after it
         for begin in range(self._position, order.size, size):
             done = self._done if begin == self._position else 0
-            units = self.cut.units(begin, min(begin + size, order.size), done)
-            waiting += units
-            found += sum(unit.end - unit.begin for unit in units)
-            if found >= enough:
-                yield from self._lists(order, waiting)
+            for unit in self.cut.units(begin, min(begin + size, order.size), done):
+                waiting.append(unit)
+                found += unit.end - unit.begin
+            if found >= enough or begin + size >= order.size:
+                for unit, indices in zip(waiting, self._lists(order, waiting), strict=True):
+                    asked_for.append(unit)
+                    yield indices
                 waiting, found, enough = [], 0, min(4 * found, _AT_ONCE)
-        yield from self._lists(order, waiting)
 
     def _lists(self, order: Order, units: list[Unit]) -> Iterator[list[Any]]:
-        if not units:
-            return
-        positions = torch.cat([torch.arange(unit.begin, unit.end) for unit in units])
-        indices: list[Any] = order.pick(positions).tolist()
+        indices: list[Any] = order.pick(_positions(units)).tolist()
         if self._keys:
             indices = [(order.epoch, index) for index in indices]
         at = 0
         for unit in units:
             yield indices[at : at + unit.end - unit.begin]
             at += unit.end - unit.begin
+
+
+def _positions(units: list[Unit]) -> torch.Tensor:
+    """In their order; most are of one length, and then no list is made of each."""
+    lengths = {unit.end - unit.begin for unit in units}
+    if len(lengths) > 1:
+        return torch.cat([torch.arange(unit.begin, unit.end) for unit in units])
+    begins = torch.tensor([unit.begin for unit in units])
+    return (begins.unsqueeze(1) + torch.arange(lengths.pop())).flatten()

@@ -25,15 +25,18 @@ class Beside:
 
     def __init__(self) -> None:
         self._steps = 0
+        self.looked = False  # in this world
         self._free = self._reserved = 0  # of its memory, and by this process
 
     def begin_world(self) -> None:
         self._steps = self._free = 0
+        self.looked = False
 
     def step(self) -> None:
         """By then a process has what it will have."""
         self._steps += 1
-        if self._steps == LOOKS_AT and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        self.looked = self._steps >= LOOKS_AT
+        if self.looked and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             with contextlib.suppress(OSError, RuntimeError):
                 if not holds_alone():
                     self._free, self._reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()

@@ -45,6 +45,7 @@ class Weights:
     def __init__(self, modules: Iterable[nn.Module], sums: Sums | None) -> None:
         self._sums = sums
         self._unit: Unit | None = None
+        self._weighs = False  # else the hooks have nothing to do, as in most steps
         self._taken = self._queued = False
         self._hooks: list[RemovableHandle] = []
         for module in _outermost(modules):
@@ -56,6 +57,7 @@ class Weights:
         if self._sums is not None:
             self._sums.begin(unit)
         self._unit, self._taken, self._queued = unit, False, False
+        self._weighs = unit.weight != 1.0 or self._sums is not None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -67,7 +69,7 @@ class Weights:
         """What comes from another module is weighted where it left that one, and there once: what goes back out of this
         one is given without."""
         unit = self._unit
-        if unit is None or not torch.is_grad_enabled() or unit.weight in (0.0, 1.0):
+        if not self._weighs or unit is None or unit.weight in (0.0, 1.0) or not torch.is_grad_enabled():
             return None
         given = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
@@ -83,8 +85,7 @@ class Weights:
         return pytree.tree_map(unweighted, (args, kwargs))  # type: ignore[no-any-return]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        unit = self._unit
-        if unit is None or not torch.is_grad_enabled() or (unit.weight == 1.0 and self._sums is None):
+        if not self._weighs or not torch.is_grad_enabled():
             return
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

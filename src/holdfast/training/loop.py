@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,7 +55,6 @@ class Loop:
         self._fed = False  # some data has come from here
         self._losses: list[tuple[float, Any]] = []  # of the step's units so far
         self._units = 0  # of it, so far
-        self._last: Callable[[], dict[str, float]] = dict
         self._progress: Progress | None = None
         self._requests = Requests() if place.current() is None else None
         self._warned = False
@@ -101,15 +101,18 @@ class Loop:
 
     def _step_ends(self) -> bool:
         """Whether this is the time to step what counts steps."""
-        survival, worlds = self._survival, self._worlds
+        worlds = self._worlds
+        survival = worlds.survival if worlds is not None else None
         if survival is not None and survival.doomed:
             return False
-        ends = all(batches.served for batches in self._waiting)
-        if ends and worlds is not None and not worlds.touched:
+        for batches in self._active:
+            if batches.unit is not None and not batches.served:
+                return False
+        if worlds is not None and not worlds.touched:
             if survival is not None and not survival.may_step():
                 return False
             worlds.touched = True
-        return ends
+        return True
 
     # -- from one world to the next -----------------------------------------------------------------------------------
 
@@ -285,25 +288,28 @@ class Loop:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, loss: Any, metrics: dict[str, Any]) -> None:
-        if self._checkpointer is None:
+        worlds = self._worlds
+        if worlds is None or worlds.checkpointer is None:
             raise RuntimeError("call run.attach(model=..., optimizer=...) before run.step()")
-        if self._survival is None:
-            self._step(self._checkpointer, loss, metrics)
+        survival = worlds.survival
+        if survival is None:
+            self._step(worlds, worlds.checkpointer, loss, metrics)
             return
-        if not self._survival.doomed:
+        if not survival.doomed:
             try:
-                self._step(self._checkpointer, loss, metrics)
+                self._step(worlds, worlds.checkpointer, loss, metrics)
             except Exception as failure:
-                if not self._survival.outlives(failure):
+                if not survival.outlives(failure):
                     raise
                 failure.__traceback__ = None
-        if self._survival.over and self._survival.begins_again:
-            raise WorldOver("the world is over, and run.train() begins again in the next one")
-        if self._survival.over:
+        if survival.over:
+            if survival.begins_again:
+                raise WorldOver("the world is over, and run.train() begins again in the next one")
             self.go_on()
 
-    def _step(self, checkpointer: Checkpointer, loss: Any, metrics: dict[str, Any]) -> None:
-        waiting = self._waiting
+    def _step(self, worlds: Worlds, checkpointer: Checkpointer, loss: Any, metrics: dict[str, Any]) -> None:
+        """In a step of a millisecond each line here is to be seen: what is seldom needed is found when it is."""
+        waiting = [batches for batches in self._active if batches.unit is not None]  # of a step that is not done yet
         if not self._fed:
             self._fed = True
             self._withdraw(
@@ -313,52 +319,55 @@ class Loop:
             weight = waiting[-1].unit.weight if waiting and waiting[-1].unit is not None else 1.0
             self._losses.append((weight, loss.detach() if isinstance(loss, torch.Tensor) else loss))
         self._units += 1
-        if any(not batches.served for batches in waiting):
-            self._part(waiting[-1])
-            return  # of several units of a step this was not the last
-        losses, self._losses = self._losses, []
-        self._last = lambda: _metrics(losses, metrics)
-        self._cursors.step += 1
-        ended, samples, left = None, 0, 0
+        samples = 0
         for batches in waiting:
-            if batches.served:
-                samples += batches.samples
-                if batches.commit() and batches is waiting[0]:  # of several datasets the first says what an epoch is
+            if not batches.served:
+                self._part(waiting[-1])
+                return  # of several units of a step this was not the last
+            samples += batches.samples
+        losses, self._losses = self._losses, []
+        said = functools.partial(_metrics, losses, metrics)
+        self._cursors.step = step = self._cursors.step + 1
+        ended, at_end = None, False
+        for batches in waiting:
+            if batches.commit():
+                at_end = True
+                if batches is waiting[0]:  # of several datasets the first says what an epoch is
                     ended = batches.epoch
-                left = max(left, len(batches))
-        step, options = self._cursors.step, self._options
+        at_end = at_end and not any(map(len, waiting))
+        options, survival = self._options, worlds.survival
         saves = ended is not None and options.save_epochs > 0 and ended % options.save_epochs == 0
-        assert self._worlds is not None
         self._accumulation.step_done()
-        if self._survival is not None:
-            self._cursors.owed = {"epoch": ended, "metrics": self._last()} if saves else None
-            self._survival.step_done()
-        self._worlds.touched = False
-        if self._survival is not None and self._survival.over:
+        if survival is not None:
+            self._cursors.owed = {"epoch": ended, "metrics": said()} if saves else None
+            survival.step_done()
+        worlds.touched = False
+        if survival is not None and survival.over:
             return
-        if self._progress is not None:
-            first = waiting[0] if waiting else None
-            epoch = f"{min(first.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
-            ends_unseen = any(isinstance(batches, Stream) for batches in waiting) and left  # those are epochs
-            steps_left = left if waiting and not ends_unseen else None
-            self._progress.step(step, epoch, lambda: self._last().get("loss"), samples, steps_left)
+        if self._progress is not None and (self._progress.step(samples) or at_end):
+            self._say_progress(self._progress, waiting, said)
         if options.health_check_steps and step % options.health_check_steps == 0 and self._run.world_size > 1:
             health.check(options.health_check_s, self._run.world_size)
-        checkpointer.step(step, epoch=ended if saves else None, metrics=self._last)
-        if self._run.rank_zero and self._units > 1:
+        checkpointer.step(step, epoch=ended if saves else None, metrics=said)
+        if self._units > 1 and self._run.rank_zero:
             self._accumulation.learn(self._units)
         self._units = 0
+
+    def _say_progress(
+        self, progress: Progress, waiting: list[Batches | Stream], said: Callable[[], dict[str, float]]
+    ) -> None:
+        first = waiting[0] if waiting else None
+        epoch = f"{min(first.epoch + 1, first.epochs)}/{first.epochs}" if first is not None else "-"
+        left = max(map(len, waiting)) if waiting else None
+        if left and any(isinstance(batches, Stream) for batches in waiting):
+            left = None  # those are epochs
+        progress.say(self._cursors.step, epoch, said().get("loss"), left)
 
     def _part(self, batches: Batches | Stream) -> None:
         """Of a long step, a part is done."""
         unit, step, checkpointer = batches.unit, self._cursors.step, self._checkpointer
         if isinstance(unit, Unit) and checkpointer is not None and self._accumulation.keeps(unit):
             self._accumulation.keep(unit, batches.samples, lambda part: checkpointer.part(step, part))
-
-    @property
-    def _waiting(self) -> list[Batches | Stream]:
-        """Whose samples are of a step that is not done yet."""
-        return [batches for batches in self._active if batches.unit is not None]
 
     def close(self) -> None:
         if self._checkpointer is not None:

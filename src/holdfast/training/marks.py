@@ -37,29 +37,32 @@ class Mark:
         self._state = state
         self._names: set[str] = set()
         self._values: list[_Value] = []
+        self._parts: list[_Buffers | _Averages | _Value] = [each for each in (self._buffers, self._averages) if each]
         self.randomness = randomness.mark()
         self.take()
-
-    def take(self) -> None:
-        self.randomness = randomness.mark(self.randomness)
-        if len(self._names) != len(self._state):
-            self._note_names()
-        with torch.no_grad():
-            self._buffers.take()
-            self._averages.take()
-            for value in self._values:
-                value.take()
-
-    def _note_names(self) -> None:
-        for name, value in self._state.items():
-            if name not in self._names | OWN and not isinstance(value, (nn.Module, *_STEPPED)):
-                self._values.append(_Value(self._state, name))
-        self._names = set(self._state)
 
     @property
     def too_large(self) -> str:
         """What cannot be copied in each step, if there is such a thing, and what to do about it."""
         return next((value.too_large for value in self._values if value.too_large), "")
+
+    def take(self) -> str:
+        """As it is now. Returns what is too large for that."""
+        self.randomness = randomness.mark(self.randomness)
+        if len(self._names) != len(self._state):
+            self._note_names()
+        if self._parts:
+            with torch.no_grad():
+                for part in self._parts:
+                    part.take()
+        return self.too_large if self._values else ""
+
+    def _note_names(self) -> None:
+        for name, value in self._state.items():
+            if name not in self._names | OWN and not isinstance(value, (nn.Module, *_STEPPED)):
+                self._values.append(_Value(self._state, name))
+                self._parts.append(self._values[-1])
+        self._names = set(self._state)
 
     @property
     def whole(self) -> bool:
@@ -69,10 +72,8 @@ class Mark:
     def put_back(self) -> None:
         randomness.go_back(self.randomness)
         with torch.no_grad():
-            self._buffers.put_back()
-            self._averages.put_back()
-            for value in self._values:
-                value.put_back()
+            for part in self._parts:
+                part.put_back()
 
     @property
     def tensors(self) -> dict[int, torch.Tensor]:
@@ -114,6 +115,9 @@ class _Buffers:
         self._found: list[torch.Tensor | None] = []
         self._copies = _Copies()
 
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
     def take(self) -> None:
         self._found = [buffers.get(name) for buffers, name in self._places]
         self._copies.take([buffer for buffer in self._found if buffer is not None])
@@ -144,6 +148,9 @@ class _Averages:
         self._room = True
         self._other = False  # what is here is not what it was, by a hand of ours
 
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
     def _now(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
@@ -154,8 +161,6 @@ class _Averages:
         return [at for at, (before, version) in enumerate(zip(self._versions, now, strict=True)) if before != version]
 
     def take(self) -> None:
-        if not self._parameters:
-            return
         changed = list(self._kept) if self._other else self._changed()
         self._other = False
         again = [at for at in changed if at in self._kept]

@@ -17,14 +17,13 @@ Tell = Callable[[int, str, float | None, float, int | None], None]
 
 
 class _Window:
-    """The steps since something was last written somewhere."""
+    """The steps since something was last written in one place."""
 
-    def __init__(self, now_s: float) -> None:
-        self.began_s = self.since_s = now_s
-        self.samples = self.steps = 0
+    def __init__(self, now_s: float, every_s: float) -> None:
+        self.begin(now_s, every_s, 0, 0)
 
-    def again(self, now_s: float) -> None:
-        self.since_s, self.samples, self.steps = now_s, 0, 0
+    def begin(self, now_s: float, every_s: float, steps: int, samples: int) -> None:
+        self.since_s, self.due_s, self.steps, self.samples = now_s, now_s + every_s, steps, samples
 
 
 class Progress:
@@ -40,46 +39,61 @@ class Progress:
     ) -> None:
         self._out = out if out is not None else sys.stderr
         self._live = self._out.isatty()
-        self._every_s = LIVE_S if self._live else PLAIN_S
+        self._every_s = math.inf if quiet else LIVE_S if self._live else PLAIN_S
         self._quiet = quiet
         self._clock = clock
         self._tell = tell
         self._restarts = restarts
         self._windows: tuple[_Window, _Window] | None = None  # of what is shown, and of what is told
+        self._began_s = self._now_s = 0.0
+        self._due_s = -math.inf  # when something is to be written next
+        self._steps = self._samples = 0  # but for the first step of a world, which is not typical
         self._shown = False
 
-    def step(self, step: int, epoch: str, loss: Callable[[], float | None], samples: int, left: int | None) -> None:
-        """`left`: steps to the end, if that is known."""
-        now_s = self._clock()
-        if self._windows is None:  # the first step of a world is not typical
-            self._windows = (_Window(now_s), _Window(now_s))
-            return
-        shown, told = self._windows
-        for window in self._windows:
-            window.samples += samples
-            window.steps += 1
-        told_every_s = min(PLAIN_S, max(TOLD_S, (now_s - told.began_s) / 10))
-        tells = self._tell is not None and (now_s - told.since_s >= told_every_s or left == 0)
-        shows = not self._quiet and (now_s - shown.since_s >= self._every_s or left == 0)
-        if not tells and not shows:
-            return
-        value = loss()
-        if tells and self._tell is not None:
-            self._tell(step, epoch, value, told.samples / max(1e-9, now_s - told.since_s), left)
-            told.again(now_s)
-        if shows:
-            self._show(step, epoch, value, shown, max(1e-9, now_s - shown.since_s), left)
-            shown.again(now_s)
+    def step(self, samples: int) -> bool:
+        """One is done. Whether it is time to say so."""
+        self._now_s = now_s = self._clock()
+        self._steps += 1
+        self._samples += samples
+        if now_s < self._due_s:
+            return False
+        if self._windows is None:
+            self._began_s, self._steps, self._samples = now_s, 0, 0
+            self._windows = (_Window(now_s, self._every_s), _Window(now_s, TOLD_S))
+            self._find_due()
+            return False
+        return True
 
-    def _show(
-        self, step: int, epoch: str, loss: float | None, window: _Window, took_s: float, left: int | None
-    ) -> None:
+    def _find_due(self) -> None:
+        assert self._windows is not None
+        shown, told = self._windows
+        self._due_s = min(shown.due_s, told.due_s) if self._tell is not None else shown.due_s
+
+    def say(self, step: int, epoch: str, loss: float | None, left: int | None) -> None:
+        """What is due, and at the end all of it. `left`: steps to the end, if that is known."""
+        if self._windows is None:
+            return
+        now_s, ends = self._now_s, left == 0
+        shown, told = self._windows
+        if self._tell is not None and (ends or now_s >= told.due_s):
+            self._tell(step, epoch, loss, (self._samples - told.samples) / max(1e-9, now_s - told.since_s), left)
+            every_s = min(PLAIN_S, max(TOLD_S, (now_s - self._began_s) / 10))
+            told.begin(now_s, every_s, self._steps, self._samples)
+        if not self._quiet and (ends or now_s >= shown.due_s):
+            self._show(step, epoch, loss, left)
+            shown.begin(now_s, self._every_s, self._steps, self._samples)
+        self._find_due()
+
+    def _show(self, step: int, epoch: str, loss: float | None, left: int | None) -> None:
+        assert self._windows is not None
+        window, _ = self._windows
+        took_s = max(1e-9, self._now_s - window.since_s)
         parts = [f"step {step:,}", f"epoch {epoch}"]
         if loss is not None:
             parts.append(f"loss {loss:.4g}")
-        parts.append(f"{window.samples / took_s:,.0f} samples/s")
+        parts.append(f"{(self._samples - window.samples) / took_s:,.0f} samples/s")
         if left:
-            parts.append(f"{told_s(left * took_s / window.steps)} left")
+            parts.append(f"{told_s(left * took_s / (self._steps - window.steps))} left")
         if self._restarts:
             parts.append(f"{self._restarts} restart{'s' if self._restarts > 1 else ''}")
         self._write("   ".join(parts))

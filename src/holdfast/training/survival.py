@@ -193,8 +193,7 @@ class Survival:
         """Whether the world is."""
         return self.doomed or bool(self._seat.over)
 
-    @property
-    def asked(self) -> bool:
+    def is_asked(self) -> bool:
         """Whether all ranks are to leave the world after the same step."""
         return bool(self._seat.asked)
 
@@ -284,11 +283,13 @@ class Survival:
         """All is as it should be after a step; what the next one changes before its optimizer steps can be undone."""
         if self._mark is None:
             self._mark = Mark(self._state, self._modules)
+            large = self._mark.too_large
         else:
-            self._mark.take()
-        if large := self._mark.too_large:
+            large = self._mark.take()
+        if large:
             self.withdraw(large)
-        self._beside.step()
+        if not self._beside.looked:
+            self._beside.step()
 
     def undo(self) -> None:
         if self._mark is not None:

@@ -41,13 +41,12 @@ class Cut(NamedTuple):
             return self._leaves(begin, end, done)
         samples = end - begin
         width = min(self.batch_size, (self.micro_batch_size or self.batch_size) * self.world_size)
-        scale = self.world_size / samples  # the mean over ranks is taken later, by DDP or FSDP
         units: list[Unit] = []
         for low in range(begin + done, end, width):
             high = min(low + width, end)
             ranks = self._busy(high - low, width)
             first, last = share(low, high, self.rank, ranks) if self.rank < ranks else (low, low)
-            weight = (last - first) * scale
+            weight = (last - first) * self.world_size / samples  # the mean over ranks is taken later, by DDP or FSDP
             units.append(_unit(begin, end, first, last, weight, len(units), high == end, high - begin))
         return units
 

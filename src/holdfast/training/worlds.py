@@ -99,7 +99,10 @@ class Worlds:
             keep_every=options.keep_every, metric=options.metric, mode=options.mode, every_steps=options.save_steps,
             every_minutes=options.save_minutes, memory_every=options.memory_every, shared=options.shared,
         )  # fmt: skip
-        checkpointer.stops_when(self._is_to_stop)
+        if (requests := self._requests) is not None:
+            checkpointer.stops_when(lambda: requests.stop)
+        elif self.survival is not None:
+            checkpointer.stops_when(self.survival.is_asked)
         if self.survival is not None:
             checkpointer.stays, checkpointer.as_it_is = self.survival.leave_at_boundary, self.survival.as_it_is
         checkpointer.rank_state = self._cursors.own_state
@@ -143,11 +146,6 @@ class Worlds:
         """What this rank has begins to change, and is nothing until all of the new state is there."""
         self._torn = True
         self._accumulation.lack()
-
-    def _is_to_stop(self) -> bool:
-        if self._requests is not None:
-            return self._requests.stop
-        return self.survival is not None and self.survival.asked
 
     # -- what this rank has of it -------------------------------------------------------------------------------------
 
