@@ -73,6 +73,7 @@ class Stage:
         )
         self.world: RunningWorld | None = None
         self._beside = False  # new ranks need not wait for those that die
+        self._gpus: dict[tuple[int, int], int] = {}
         self._will = Will()
         self.dying: dict[int, tuple[int, int]] = {}  # by pid: generation and rank of those that have ended
 
@@ -132,6 +133,7 @@ class Stage:
         running.launch(
             self._options, self._env, destinations, self._plumbing, folder, self._threads,
             self._own_env(running.world), () if self._beside else tuple(self.dying),
+            self._gpus if running.world.stayed else {},
         )  # fmt: skip
         if running.is_up():
             self._loop.call_soon(self._on_up, running)
@@ -180,6 +182,7 @@ class Stage:
             self._monitors.end()
             self._will.world_over(self.world.world.generation, bool(self.world.steps()))
             self._beside = self.world.beside
+            self._gpus |= self.world.gpus
             stayers = self.world.close()
             self._stayers |= stayers
             self._stores.retire(self.world.keeper, bool(stayers))

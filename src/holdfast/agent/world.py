@@ -100,6 +100,7 @@ class RunningWorld:
         self.keeper: int | None = None  # of the store, where that is here
         self.keeper_gone = False
         self._beside: list[bool] = []
+        self.gpus: dict[tuple[int, int], int] = {}  # in use, by rank and the number of ranks
         self.all_forked = asyncio.Event()
 
     def launch(
@@ -112,6 +113,7 @@ class RunningWorld:
         threads: int | None,
         more_env: Mapping[str, str],
         after: tuple[int, ...],
+        gpus: Mapping[tuple[int, int], int],
     ) -> None:
         """Ask for all ranks and the store keeper. They come up side by side: the store's port is open already."""
         world = self.world
@@ -144,6 +146,7 @@ class RunningWorld:
                 threads=threads,
                 numa=options.numa_binding,
                 after=after,
+                gpu=gpus.get((rank, world.size), -1),
             )
             self._seat(local_rank, place, [self._report_end.fileno(), self._beacon_fd, asked_end], list(ends.values()))
             os.close(asked_end)
@@ -362,8 +365,10 @@ class RunningWorld:
                 report = self._decoder.decode(packet)
                 if isinstance(report, messages.Raised):
                     self._raised.setdefault(report.rank, report)
-                if isinstance(report, messages.Stays) and report.as_it_is:
-                    self._as_they_are.add(report.rank - self.world.first_rank)
+                if isinstance(report, messages.Stays):
+                    self.gpus[report.rank, self.world.size] = report.gpu
+                    if report.as_it_is:
+                        self._as_they_are.add(report.rank - self.world.first_rank)
                 if isinstance(report, messages.Left):
                     self._beside.append(report.beside)
                 if isinstance(report, messages.Leaving):

@@ -26,7 +26,7 @@ from holdfast.training.beside import Beside
 from holdfast.training.marks import Mark
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
-from holdfast.worker import errors, groups, handles, place
+from holdfast.worker import contexts, errors, groups, handles, place
 from holdfast.worker.beacon import STEPS
 from holdfast.worker.place import Place
 from holdfast.worker.saying import complain, say
@@ -148,7 +148,8 @@ class Survival:
         """From here on this rank is worth to be kept."""
         here = self._place
         if self.stays:
-            here.report(messages.Stays(here.rank, here.generation, self.as_it_is))
+            gpu = contexts.in_use(self._modules)
+            here.report(messages.Stays(here.rank, here.generation, self.as_it_is, gpu=gpu))
 
     @property
     def as_it_is(self) -> bool:

@@ -19,7 +19,7 @@ from holdfast.training.options import Options
 from holdfast.training.requests import Requests
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY, STAYED, WILL
-from holdfast.worker import groups, place
+from holdfast.worker import groups, kernels, place
 
 if TYPE_CHECKING:
     from holdfast.training.run import Run
@@ -59,6 +59,7 @@ class Worlds:
             self._run.take_place()
         self.survival.bequeath = self._bequeath
         restored = self._enter(self._inherited())
+        kernels.enough()
         groups.settle()
         self.survival.step_done()
         self._carried = None

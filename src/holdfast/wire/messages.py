@@ -74,6 +74,7 @@ class ForkWorker(Message, frozen=True):
     threads: int | None = None  # torch's intra-op threads, where the zygote was started before the number was known
     numa: str | None = None
     after: tuple[int, ...] = ()  # processes that have to be gone before the program goes on
+    gpu: int = -1  # that the last process in its place has computed on
 
 
 class ForkKeeper(Message, frozen=True):
@@ -248,13 +249,14 @@ class Leaving(Message, frozen=True):
 
 class Stays(Message, frozen=True):
     """When its world is over, this rank can leave it and take part in the next one. `as_it_is`: as the same rank of as
-    many, and not otherwise. Without `stays` it cannot any more, and `why`."""
+    many, and not otherwise. Without `stays` it cannot any more, and `why`. `gpu`: what it computes on."""
 
     rank: int
     generation: int
     as_it_is: bool = False
     stays: bool = True
     why: str = ""
+    gpu: int = -1
 
 
 class StandsBy(Message, frozen=True):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from holdfast import linux
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY, STAYED
-from holdfast.worker import errors, groups, place, programs, stacks
+from holdfast.worker import contexts, errors, groups, place, programs, stacks
 from holdfast.worker.beacon import Beacon, Phase
 from holdfast.worker.phases import Phases
 from holdfast.worker.place import Place
@@ -34,6 +34,9 @@ def run(request: messages.ForkWorker, fds: list[int]) -> NoReturn:
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     os.environ.update(request.env)
+    contexts.given()
+    if request.gpu != contexts.NO_GPU:
+        contexts.open_ahead(request.gpu)
     linux.set_title(request.title)
     _bind(request)
     if isinstance(request.program, messages.Command):

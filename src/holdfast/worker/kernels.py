@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 WIDTH, HEADS, LENGTH = 256, (128, 64), 128
 
+_enough = threading.Event()
+
 Loss = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]  # how to compute it, and from what
 
 
@@ -23,16 +25,23 @@ def load_with_first_parameter() -> None:
     def registered(_: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
         if not seen and parameter is not None and parameter.is_cuda and parameter.is_floating_point():
             seen.append(parameter)
-            kind = parameter.device, parameter.dtype
+            kind = parameter.device, parameter.dtype, _enough.is_set
             threading.Thread(target=compute, args=kind, name="holdfast-kernels", daemon=True).start()
 
     register_module_parameter_registration_hook(registered)
 
 
-def compute(device: torch.device, dtype: torch.dtype) -> None:
+def enough() -> None:
+    """The program is about to compute, and loads what it needs sooner alone than beside what it may not need."""
+    _enough.set()
+
+
+def compute(device: torch.device, dtype: torch.dtype, enough: Callable[[], bool] = lambda: False) -> None:
     """What most models are made of, forward and backward, each by itself: a device or a setting may refuse some.
     Nothing is drawn at random, as the program may do in this moment."""
     for loss, leaves in _losses(device, dtype):
+        if enough():
+            return
         with contextlib.suppress(Exception):
             torch.autograd.grad(loss(), leaves, allow_unused=True)
     if device.type == "cuda":

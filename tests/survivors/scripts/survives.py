@@ -28,6 +28,7 @@ import holdfast
 from holdfast.checkpoint import faultpoints
 from holdfast.checkpoint.writing import Desk
 from holdfast.training import handover
+from holdfast.worker import contexts
 
 WIDTH = 8
 STATE = Path(os.environ["STATE"])
@@ -204,6 +205,7 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--unhealthy", type=int, default=-1, help="the rank")
     parser.add_argument("--save-epochs", type=int, default=0)
+    parser.add_argument("--gpu", type=int, default=-1, help="that the model is said to be on")
     parser.add_argument("--raises", type=int, default=-1, help="the rank whose hook does")
     return parser.parse_args()
 
@@ -235,6 +237,8 @@ def main() -> nn.Module:
     kills = Kills(args.kills)
     kills.at("import")
     watch(kills)
+    if args.gpu >= 0:
+        contexts.in_use = lambda modules: int(args.gpu)
 
     dist.init_process_group("gloo")
     if args.early:
