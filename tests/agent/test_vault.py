@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -313,6 +314,32 @@ def test_a_killed_writer_is_replaced(monkeypatch: pytest.MonkeyPatch, url: str) 
 
     asyncio.run(play())
     assert saved_steps(url) == [6, 5, 4]
+
+
+def test_what_a_world_has_left_waits_for_the_next_to_train(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(vaults, "WAITS_S", 60.0)
+
+    async def play(trains: bool) -> None:
+        async with scene(monkeypatch) as here:
+            desk = await here.attach()
+            assert desk is not None
+            step = 4 if trains else 5
+            fill(Slot(desk.slots[0]), a_snapshot(url, step, world=desk.world))
+            desk.close()
+            began_s = time.monotonic()
+            here.vault.persist(waits=True)
+            await asyncio.sleep(0.1)
+            assert here.named("checkpoint.persisted") == []
+            if trains:
+                here.vault.proceed()
+            [told] = await here.until("checkpoint.persisted")
+            assert told["step"] == step
+            if not trains:
+                assert time.monotonic() - began_s >= 0.3
+
+    asyncio.run(play(True))
+    monkeypatch.setattr(vaults, "WAITS_S", 0.3)
+    asyncio.run(play(False))
 
 
 def vault_slot(here: Scene) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import select
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +27,9 @@ from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.writer import Writer
 from holdfast.checkpoint.writing import Desk
 from holdfast.wire import channel
-from holdfast.wire.snapshots import Client, Finish, FromWriter, Persist, Persisted, Save, Saved
+from holdfast.wire.snapshots import Client, Finish, FromWriter, Persist, Persisted, Proceed, Save, Saved
+
+FLOCK = "hhqqi4x"  # the kernel's struct
 
 
 @pytest.fixture
@@ -253,6 +258,17 @@ class Control:
         assert isinstance(answer, Persisted)
         return answer
 
+    def frees(self, *wanted: int) -> bool:
+        """Whether these slots, and no others, could be filled, before long."""
+        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            answers = [struct.unpack(FLOCK, fcntl.fcntl(slot.fd, fcntl.F_GETLK, asked)) for slot in self.slots]
+            if wanted == tuple(number for number, answer in enumerate(answers) if answer[0] == fcntl.F_UNLCK):
+                return True
+            time.sleep(0.005)
+        return False
+
     def hears(self) -> FromWriter:
         received = self.link.receive()
         assert received is not None
@@ -354,6 +370,37 @@ def test_the_part_of_a_dead_rank_is_finished_before_it_is_persisted(control: Con
     answers = [control.hears(), control.hears()]
     # The two lines are read in any order; either way all of it is there once.
     assert {type(answer) for answer in answers} == {Saved, Persisted}
+    assert saved_steps(url) == [4]
+
+
+def test_what_is_to_wait_is_kept_and_its_room_is_not(control: Control, url: str) -> None:
+    for step in (4, 5):
+        for rank in (0, 1):
+            fill(control.slots[2 * rank + step - 4], a_snapshot(url, step, rank, (0, 1)))
+    control.link.send(Persist(7, "w", 0, 2, waits=True))
+    assert control.frees(0, 2)
+    fill(control.slots[0], a_snapshot(url, 9, 0, (0,), world="next"))
+    control.client().send(Save(0, 9))  # is not held up, and tells that what waits could have been written
+    answer = control.hears()
+    assert isinstance(answer, Saved) and answer.ok and answer.step == 9
+    assert saved_steps(url) == [9] and control.frees(0, 2)
+    control.link.send(Persist(8, "next", 0, 1, waits=True))
+    control.link.send(Proceed())
+    first, second = control.hears(), control.hears()
+    assert isinstance(first, Persisted) and isinstance(second, Persisted)
+    assert {first.token: first.step, second.token: second.step} == {7: None, 8: None}  # 9 is there, and newer
+    assert control.frees(0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("end", ["another world's end", "finish"])
+def test_what_waits_is_written_before_what_does_not_and_at_the_end(control: Control, url: str, end: str) -> None:
+    fill(control.slots[0], a_snapshot(url, 4, 0, (0,)))
+    control.link.send(Persist(7, "w", 0, 1, waits=True))
+    assert control.frees(1, 2, 3)
+    control.link.send(Finish() if end == "finish" else Persist(8, "next", 0, 1))
+    answers = [control.hears() for _ in range(1 if end == "finish" else 2)]
+    assert all(isinstance(answer, Persisted) for answer in answers)
+    assert {answer.token: answer.step for answer in answers if isinstance(answer, Persisted)}[7] == 4
     assert saved_steps(url) == [4]
 
 

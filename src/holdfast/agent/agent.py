@@ -366,6 +366,8 @@ class Agent:
         """While all ranks train, have the processes of a next world forked: its ranks, and its store keeper. That one
         gets to work at once, but as a child of the zygote that stays."""
         if self._node is not None and self._node.trains:
+            if self._vault is not None:
+                self._vault.proceed()
             if self._learned and not self._helpers.grows and self._stage is not None and self._link is not None:
                 self._stage.prepare_store(self._link.addr)
             self._helpers.request(messages.Park(self._node.hello.local_size + 1, self._options.program))
@@ -462,7 +464,7 @@ class Agent:
             case acts.Timer(name=name, key=key, after_s=after_s):
                 self._loop.call_later(after_s, self._advance, acts.TimerFired(name, key))
             case acts.ClearLeftovers():
-                self._vault.persist()
+                self._vault.persist(waits=self._world is not None and self._world.goes_on)
                 self._stage.clear()
                 self._helpers.clear_leftovers(self._stage.dying)
             case acts.Tell(message=message):

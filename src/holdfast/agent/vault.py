@@ -24,11 +24,13 @@ from holdfast.wire.snapshots import (
     FromWriter,
     Persist,
     Persisted,
+    Proceed,
     Saved,
     world_name,
 )
 
 FORKED_S = 10.0  # how long a rank may ring before its fork has been heard of
+WAITS_S = 1.0  # for a next world, with what the last one has left
 
 
 class Vault:
@@ -58,6 +60,7 @@ class Vault:
         self._used: RunningWorld | None = None  # the last world with a rank that has attached
         self._tokens = itertools.count()
         self._persisting: set[int] = set()
+        self._waits = False  # with some of it
         self._gone = asyncio.Event()  # the writer
         self._said = self._committed = (-1, "")
 
@@ -88,19 +91,30 @@ class Vault:
         world = running.world
         return Handed(Attached(local_rank, len(slots), world_name(world.job_id, world.generation)), ours, slots)
 
-    def persist(self) -> None:
-        """The last world is over, and not well: have saved what its ranks have left in memory."""
+    def persist(self, waits: bool = False) -> None:
+        """The last world is over, and not well: have saved what its ranks have left in memory. `waits`: when the next
+        one trains. Its ranks would have to share their cores with the writer, and have it all in memory."""
         if self._used is None:
             return
         world, self._used = self._used.world, None
         token = next(self._tokens)
         name = world_name(world.job_id, world.generation)
         try:
-            self._send(Persist(token, name, world.first_rank, world.local_size))
+            self._send(Persist(token, name, world.first_rank, world.local_size, waits))
         except OSError as failure:
             self._persisted(Persisted(token, None, False, text=f"no writer: {failure.strerror or failure}"))
         else:
             self._persisting.add(token)
+            if waits:
+                self._waits = True
+                self._loop.call_later(WAITS_S, self.proceed)
+
+    def proceed(self) -> None:
+        """The next world trains, or takes its time."""
+        if self._waits and self._writer is not None:
+            with contextlib.suppress(channel.ChannelClosed, OSError):  # its end is seen by that of the process
+                self._writer.send(Proceed())
+        self._waits = False
 
     # -- the writer ---------------------------------------------------------------------------------------------------
 

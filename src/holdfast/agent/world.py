@@ -184,6 +184,11 @@ class RunningWorld:
         """Whether those of the next world need not wait until those of this one are gone."""
         return bool(self._beside) and all(self._beside)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a rank of this one is to be in the next."""
+        return bool(self._left)
+
     def left(self, rank: int) -> tuple[int | None, int]:
         """A rank has; the steps it had done, and those of its optimizer before."""
         local_rank = rank - self.world.first_rank

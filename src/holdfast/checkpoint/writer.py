@@ -23,7 +23,7 @@ from holdfast import linux
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.reading import Held, Reading
 from holdfast.wire import channel
-from holdfast.wire.snapshots import Client, Finish, Persist, Persisted, Save, Saved, Slots, ToWriter
+from holdfast.wire.snapshots import Client, Finish, Persist, Persisted, Proceed, Save, Saved, Slots, ToWriter
 
 MAX_WRITES = 8  # at once
 NICENESS = 10
@@ -56,6 +56,8 @@ class Writer:
         self._lines = [self._control]  # also those that are gone and are still owed a write
         self._persists: list[tuple[Persist | None, list[int]]] = []  # with the slots that are held for it
         self._persisting: set[int] = set()  # slots
+        self._waits = False  # what is chosen is not written yet
+        self._waiting: list[Callable[[], None]] = []
         self._running = 0
         self._results: deque[Done] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -83,7 +85,12 @@ class Writer:
             self._selector.register(fd, selectors.EVENT_READ, lambda: self._lose_owner(fd))
 
     def _is_idle(self) -> bool:
-        return self._running == 0 and not self._persists and not any(line.asked for line in self._lines)
+        return (
+            self._running == 0
+            and not self._persists
+            and not self._waiting
+            and not any(line.asked for line in self._lines)
+        )
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
@@ -114,8 +121,11 @@ class Writer:
                 self._selector.register(client.link, selectors.EVENT_READ, lambda: self._hear(client))
             case Persist():
                 self._asked_to_persist(message)
+            case Proceed():
+                self._proceed()
             case Finish():
                 self._ending = True
+                self._proceed()
         self._start_what_can()
 
     def _lose(self, line: Line) -> None:
@@ -158,6 +168,15 @@ class Writer:
             self._hear(line)
         slots = self._reading.hold_all(persist.world if persist is not None else None)
         self._persists.append((persist, slots))
+        if persist is not None and persist.waits:
+            self._waits = True
+        else:
+            self._proceed()
+
+    def _proceed(self) -> None:
+        self._waits = False
+        while self._waiting:
+            self._waiting.pop(0)()
 
     def _start_what_can(self) -> None:
         """No slot is written by two at once: the second would cut short the file that the first has just committed."""
@@ -224,7 +243,9 @@ class Writer:
 
         def write() -> None:
             self._let_go([slot for slot in slots if slot not in needed])
-            self._write(self._persist, token, needed, candidates)
+            self._waiting.append(lambda: self._write(self._persist, token, needed, candidates))
+            if not self._waits:
+                self._proceed()
 
         return write
 

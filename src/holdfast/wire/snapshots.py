@@ -60,19 +60,24 @@ class Save(Message, frozen=True):
 
 class Persist(Message, frozen=True):
     """A world is over: make a checkpoint of the newest step that all of its ranks here have in memory, unless there is
-    one that is as new."""
+    one that is as new. `waits`: that is to be kept now, and written after `Proceed`."""
 
     token: int
     world: str
     first_rank: int
     local_size: int
+    waits: bool = False
+
+
+class Proceed(Message, frozen=True):
+    """Nobody waits for the machine any more: write what was to be kept."""
 
 
 class Finish(Message, frozen=True):
     """Write what was asked for, and end."""
 
 
-ToWriter = Slots | Client | Save | Persist | Finish
+ToWriter = Slots | Client | Save | Persist | Proceed | Finish
 
 
 # -- from the writer --------------------------------------------------------------------------------------------------
