@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness import WAIT_S, Job
+from holdfast.agent.vault import WAITS_S
 from holdfast.checkpoint import catalogue, verify
 from holdfast.checkpoint.storage import open_storage
 from survivors.stories import check, killed, run, start, steps
@@ -72,3 +74,14 @@ def test_a_job_that_is_stopped_while_a_rank_joins_saves_what_the_others_have_in_
     newest = max(step for step in saved(job) if step is not None)
     assert 12 in done[0] and newest >= max(done[0][-1], done[1][-1])
     assert job.leftovers() == []
+
+
+def test_what_a_world_has_left_is_written_when_the_next_one_trains(job: Job, undisturbed: Any) -> None:
+    assert run(job, [{"rank": 1, "step": 13, "at": "forward"}], "--pace=0.2") == 0, job.err
+    check(job, undisturbed(), {1})
+    lines = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
+    [written] = [line for line in lines if line["name"] == "checkpoint.persisted"]
+    [launched_s] = [line["at_s"] for line in lines if line["name"] == "world.launched" and line["data"]["generation"]]
+    steps_s = [line["at_s"] for line in lines if line["name"] == "rank.first_step" and line["data"]["generation"]]
+    assert len(steps_s) == 3 and written["data"]["committed"]
+    assert written["at_s"] > min(max(steps_s), launched_s + WAITS_S / 2)
