@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from holdfast import linux
 from holdfast.agent import stores as stores_module
 from holdfast.agent.stores import Stores
 from holdfast.wire import messages
@@ -125,8 +126,27 @@ def test_one_that_comes_when_its_world_is_over_ends(
     stores.take()
     stores.keep(ADDR, port)
     [asked] = helpers.asked
-    stores.retire(None, some_stay=True)
+    stores.retire(None, some_stay=False)
     assert not stores.forked(asked.token, process.pid)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_one_that_comes_when_the_world_of_ranks_that_stay_is_over_answers_them_first(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: asyncio.AbstractEventLoop,
+    stores: Stores,
+    helpers: Helpers,
+    process: subprocess.Popen[bytes],
+) -> None:
+    """They have connected to its port already, and whoever was cut off there would try again after half a second."""
+    monkeypatch.setattr(stores_module, "OLD_S", 0.05)
+    stores.prepare(ADDR)
+    stores.take()
+    stores.retire(None, some_stay=True)
+    process.send_signal(signal.SIGSTOP)  # as it waits to be told to begin
+    assert not stores.forked(helpers.asked[0].token, process.pid)
+    assert process.poll() is None and linux.state(process.pid) != "T"
+    loop.run_until_complete(asyncio.sleep(0.1))
     assert process.wait(10) == -signal.SIGKILL
 
 

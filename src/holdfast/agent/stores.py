@@ -33,7 +33,7 @@ class Stores:
         self._pid: int | None = None
         self._begun: socket.socket | None = None  # of the world that has begun, until somebody is asked to keep it
         self._awaited: int | None = None  # who was asked, and is not there yet
-        self._dropped: set[int] = set()  # tokens of keepers that nobody needs
+        self._dropped: dict[int, bool] = {}  # keepers that are still to come, by token: whether for those who stay
         self._old: dict[int, asyncio.TimerHandle] = {}  # keepers of worlds that are over, and when they end
 
     def port(self, addr: str) -> int:
@@ -80,15 +80,19 @@ class Stores:
         is over while it is there, and torch's client would try for half an hour to reach one that is gone. A port that
         the next world is to have again is waited for; a killed keeper takes milliseconds to let go of it."""
         self._let_go()
+        outlives = some_stay and not self._fixed
         if self._awaited is not None:
-            self._dropped.add(self._awaited)
+            self._dropped[self._awaited] = outlives
             self._awaited = None
         if keeper is None:
             return
-        if self._fixed or not some_stay:
-            linux.end(keeper, wait_s=1.0 if self._fixed else 0.0)
+        if outlives:
+            self._keep_for_a_while(keeper)
         else:
-            self._old[keeper] = self._loop.call_later(OLD_S, self._end, keeper)
+            linux.end(keeper, wait_s=1.0 if self._fixed else 0.0)
+
+    def _keep_for_a_while(self, keeper: int) -> None:
+        self._old[keeper] = self._loop.call_later(OLD_S, self._end, keeper)
 
     def _end(self, keeper: int) -> None:
         self._old.pop(keeper).cancel()
@@ -100,9 +104,12 @@ class Stores:
         """Whether it keeps the store of the world that runs."""
         if token == self._token:
             self._pid = pid
-        elif token in self._dropped:
-            self._dropped.discard(token)
-            linux.end(pid, wait_s=0.0)
+        elif (outlives := self._dropped.pop(token, None)) is not None:
+            if outlives:  # whose connections wait at its port already
+                linux.signal_all([pid], signal.SIGCONT)
+                self._keep_for_a_while(pid)
+            else:
+                linux.end(pid, wait_s=0.0)
         elif token == self._awaited:
             self._awaited = None
             linux.signal_all([pid], signal.SIGCONT)
@@ -111,7 +118,7 @@ class Stores:
 
     def not_forked(self, token: int) -> bool:
         """Whether nobody will keep the store of the world that runs."""
-        self._dropped.discard(token)
+        self._dropped.pop(token, None)
         if token == self._token:
             self._token = None
         if token != self._awaited:

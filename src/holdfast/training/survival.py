@@ -269,7 +269,7 @@ class Survival:
         assert self._made is not None
         self._joins = True
         try:
-            groups.join(self._made)
+            groups.join(self._made, lambda: self._seat.over)
         finally:
             self._joins = False
         optimizers = [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)]

@@ -50,6 +50,7 @@ class Made(NamedTuple):
     device: Any
 
 
+_connects = False  # to the store of its next world
 _settled = False  # this rank has what the others have
 _early = ""  # what the program called for all ranks before that
 _on_own_group: Callable[[str], None] | None = None
@@ -244,14 +245,14 @@ def settle() -> None:
 
 
 def abort(store: bool = False) -> None:
-    """Have whoever waits in a collective of this world fail, now; or also whoever waits for its store. From any
-    thread."""
+    """Have whoever waits in a collective of this world fail, now; or also whoever waits for its store, if it has got
+    to it: torch's client tries again after half a second where its connecting is cut off. From any thread."""
     from torch.distributed import distributed_c10d as c10d
 
     with _backends:
         for backend in [each for group in list(c10d._world.pg_names) for each in handles.backends(group) or [group]]:
             _abort(backend)
-    stores = os.environ.get("MASTER_PORT", "") if store else ""
+    stores = os.environ.get("MASTER_PORT", "") if store and not _connects else ""
     if stores:
         _hush(True)
     with contextlib.ExitStack() as opened:
@@ -374,8 +375,9 @@ def leave() -> None:
     _sockets.clear()
 
 
-def join(as_before: Made) -> None:
-    """The group of the world that the environment names, and those that the program has made before `run.attach()`."""
+def join(as_before: Made, is_over: Callable[[], object]) -> None:
+    """The group of the world that the environment names, and those that the program has made before `run.attach()`.
+    Raises RuntimeError if that world is over by now, too."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -383,5 +385,28 @@ def join(as_before: Made) -> None:
     # begin with the first.
     c10d._world.group_count = 0
     _hush(False)
-    dist.init_process_group(as_before.backend, timeout=as_before.timeout, device_id=as_before.device)
+    store, rank, size = _connect(as_before.timeout or c10d.default_pg_timeout, is_over)
+    dist.init_process_group(
+        as_before.backend, store=store, rank=rank, world_size=size, timeout=as_before.timeout,
+        device_id=as_before.device,
+    )  # fmt: skip
     handles.make_again()
+
+
+def _connect(timeout: timedelta, is_over: Callable[[], object]) -> tuple[Any, int, int]:
+    """As `init_process_group` does, but nobody cuts it off. Whoever would have has known before that the world is over,
+    so that it is seen here, before or after."""
+    global _connects
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    _connects = True
+    try:
+        if not is_over():
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+    finally:
+        _connects = False
+    if is_over():
+        raise RuntimeError("the world is over before its group was made")
+    return c10d.PrefixStore("default_pg", store), rank, size
