@@ -16,14 +16,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from desks import WAIT_S, a_snapshot, fill, last_writer, saved_steps, wait_for_end
 
 from holdfast import linux
-from holdfast.checkpoint import writing
+from holdfast.checkpoint import persist, writing
+from holdfast.checkpoint.errors import Damaged
+from holdfast.checkpoint.format import Snapshot
 from holdfast.checkpoint.persist import Outcome
 from holdfast.checkpoint.reading import Reading
 from holdfast.checkpoint.slots import Slot
+from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import Writer
 from holdfast.checkpoint.writing import Desk
 from holdfast.wire import channel
@@ -379,17 +383,55 @@ def test_what_is_to_wait_is_kept_and_its_room_is_not(control: Control, url: str)
             fill(control.slots[2 * rank + step - 4], a_snapshot(url, step, rank, (0, 1)))
     control.link.send(Persist(7, "w", 0, 2, waits=True))
     assert control.frees(0, 2)
-    fill(control.slots[0], a_snapshot(url, 9, 0, (0,), world="next"))
-    control.client().send(Save(0, 9))  # is not held up, and tells that what waits could have been written
+    assert saved_steps(url) == []
+    control.link.send(Proceed())
     answer = control.hears()
-    assert isinstance(answer, Saved) and answer.ok and answer.step == 9
-    assert saved_steps(url) == [9] and control.frees(0, 2)
-    control.link.send(Persist(8, "next", 0, 1, waits=True))
+    assert isinstance(answer, Persisted) and (answer.token, answer.step) == (7, 5)
+    assert control.frees(0, 1, 2, 3)
+
+
+def test_what_waits_is_written_before_what_the_next_world_saves(control: Control, url: str) -> None:
+    """Else parts of it would be taken for what nobody will finish, beside a newer step that is there."""
+    fill(control.slots[0], a_snapshot(url, 4, 0, (0,)))
+    control.link.send(Persist(7, "w", 0, 1, waits=True))
+    assert control.frees(1, 2, 3)
+    fill(control.slots[1], a_snapshot(url, 9, 0, (0,), world="next"))
+    control.client().send(Save(1, 9))
+    first, second = control.hears(), control.hears()
+    assert isinstance(first, Persisted) and (first.token, first.step) == (7, 4)
+    assert isinstance(second, Saved) and second.ok and second.step == 9
+
+
+def test_two_worlds_that_are_over_are_written_one_after_the_other(control: Control, url: str) -> None:
+    """And what is older than one that is there by then is not written at all."""
+    fill(control.slots[0], a_snapshot(url, 9, 0, (0,)))
+    fill(control.slots[1], a_snapshot(url, 4, 0, (0,), world="later"))
+    control.link.send(Persist(7, "w", 0, 1, waits=True))
+    control.link.send(Persist(8, "later", 0, 1, waits=True))
     control.link.send(Proceed())
     first, second = control.hears(), control.hears()
-    assert isinstance(first, Persisted) and isinstance(second, Persisted)
-    assert {first.token: first.step, second.token: second.step} == {7: None, 8: None}  # 9 is there, and newer
-    assert control.frees(0, 1, 2, 3)
+    assert isinstance(first, Persisted) and (first.token, first.step) == (7, 9)
+    assert isinstance(second, Persisted) and (second.token, second.step) == (8, None)
+
+
+def test_what_others_have_outrun_meanwhile_is_not_missed(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """This node has left the job, say, and those who went on have cleared away what it was about to finish."""
+    real = persist.persist
+
+    def outrun(storage: Storage, snapshot: Snapshot, data: memoryview) -> Outcome:
+        real(storage, msgspec.structs.replace(snapshot, step=9), memoryview(bytes([9]) * len(data)))
+        raise Damaged("step_00000004/t000001.00000.bin is missing")
+
+    monkeypatch.setattr(persist, "persist", outrun)
+    fds = writing.make_slots(2)
+    fill(Slot(fds[0]), a_snapshot(url, 4))
+    reading = Reading()
+    reading.take(0, fds)
+    held = reading.hold_all("w")
+    assert reading.write_newest(7, reading.choose(held, range(1))) == Persisted(7, None)
+    assert saved_steps(url) == [9]
+    reading.release(held)
+    channel.close_all(fds)
 
 
 @pytest.mark.parametrize("end", ["another world's end", "finish"])

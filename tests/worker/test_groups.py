@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from holdfast import linux
 from holdfast.worker import groups
@@ -57,9 +57,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     found.close()
 
 
-def keep(port: socket.socket) -> dist.TCPStore:
+def keep(port: socket.socket) -> TCPStore:
     fd = os.dup(port.fileno())
-    return dist.TCPStore(
+    return TCPStore(
         "127.0.0.1", port.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True
     )
 

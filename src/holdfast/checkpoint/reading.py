@@ -100,15 +100,17 @@ class Reading:
 
     def write_newest(self, token: int, candidates: Sequence[tuple[int, Held]]) -> Persisted:
         """The first that becomes a checkpoint; none of those that are older than one that is there."""
-        from holdfast.checkpoint import persist
-
         last = Persisted(token, None)
         for step, parts in candidates:
             storage = self._storage(next(iter(parts.values()))[0].url)
-            newest = persist.newest_step(storage)
-            if newest is not None and newest >= step:
+            if _has(storage, step):
                 break
-            written = self._write_parts(token, step, storage, parts)
+            try:
+                written = self._write_parts(token, step, storage, parts)
+            except CheckpointError:
+                if _has(storage, step):  # by now: others have gone on, and cleared away what nobody needs
+                    break
+                raise
             if written.committed:
                 return written
             if last.step is None:
@@ -166,3 +168,11 @@ class Reading:
             if url not in self._storages:
                 self._storages[url] = open_storage(url)
             return self._storages[url]
+
+
+def _has(storage: Storage, step: int) -> bool:
+    """Or a newer one."""
+    from holdfast.checkpoint import persist
+
+    newest = persist.newest_step(storage)
+    return newest is not None and newest >= step

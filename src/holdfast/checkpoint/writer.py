@@ -7,6 +7,8 @@ outlives it: what that one left in memory when it was killed is written before t
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import selectors
 import signal
@@ -15,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -31,13 +33,21 @@ NICENESS = 10
 Done: TypeAlias = Callable[[], None]
 
 
+class Asked(NamedTuple):
+    """To save what a world has left, by the agent; by nobody, where the owner is gone."""
+
+    turn: int
+    by: Persist | None
+    slots: list[int]  # that are held for it
+
+
 class Line:
     """Somebody who talks to the writer. Of what one asks for, one thing is written after the other."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.link: channel.Channel[ToWriter] = channel.Channel(sock, ToWriter)
         self.link.setblocking(False)
-        self.asked: deque[Save] = deque()
+        self.asked: deque[tuple[int, Save]] = deque()  # each with its turn
         self.busy = False
 
     def tell(self, message: Saved | Persisted) -> None:
@@ -54,10 +64,11 @@ class Writer:
         self._under_agent = under_agent
         self._control = Line(control)
         self._lines = [self._control]  # also those that are gone and are still owed a write
-        self._persists: list[tuple[Persist | None, list[int]]] = []  # with the slots that are held for it
-        self._persisting: set[int] = set()  # slots
+        self._turns = itertools.count()
+        self._persists: deque[Asked] = deque()
+        self._persisting = False  # the first of them
         self._waits = False  # what is chosen is not written yet
-        self._waiting: list[Callable[[], None]] = []
+        self._chosen: Callable[[], None] | None = None
         self._running = 0
         self._results: deque[Done] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -85,12 +96,7 @@ class Writer:
             self._selector.register(fd, selectors.EVENT_READ, lambda: self._lose_owner(fd))
 
     def _is_idle(self) -> bool:
-        return (
-            self._running == 0
-            and not self._persists
-            and not self._waiting
-            and not any(line.asked for line in self._lines)
-        )
+        return self._running == 0 and not self._persists and not any(line.asked for line in self._lines)
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
@@ -159,7 +165,8 @@ class Writer:
         if why := self._reading.hold(save.slot, save.step):
             self._answer(line, Saved(save.slot, save.step, False, text=why))
         else:
-            line.asked.append(save)
+            line.asked.append((next(self._turns), save))
+            self._proceed()  # the next world trains
 
     def _asked_to_persist(self, persist: Persist | None) -> None:
         """Its slots are held at once: the next world must not fill them before they are read. What the last one's ranks
@@ -167,7 +174,7 @@ class Writer:
         for line in self._lines[1:]:
             self._hear(line)
         slots = self._reading.hold_all(persist.world if persist is not None else None)
-        self._persists.append((persist, slots))
+        self._persists.append(Asked(next(self._turns), persist, slots))
         if persist is not None and persist.waits:
             self._waits = True
         else:
@@ -175,24 +182,27 @@ class Writer:
 
     def _proceed(self) -> None:
         self._waits = False
-        while self._waiting:
-            self._waiting.pop(0)()
+        if self._chosen is not None:
+            chosen, self._chosen = self._chosen, None
+            chosen()
 
     def _start_what_can(self) -> None:
-        """No slot is written by two at once: the second would cut short the file that the first has just committed."""
+        """What a world has left comes after all that was asked for before, and before all that was asked for since: of
+        parts of an earlier step than one that is there, nobody knows any more that they are about to be a checkpoint.
+        And no slot is written by two at once: the second would cut short the file that the first has committed."""
+        last = self._persists[0].turn if self._persists else math.inf
+        first = math.inf
         for line in self._lines:
-            free = line.asked and not line.busy and line.asked[0].slot not in self._persisting
-            if free and self._running < MAX_WRITES:
+            if not line.asked:
+                continue
+            turn, save = line.asked[0]
+            first = min(first, turn)
+            if turn < last and not line.busy and self._running < MAX_WRITES:
                 line.busy = True
-                self._write(self._save, line, line.asked[0])
-        saving = {save.slot for line in self._lines for save in line.asked}
-        for asked in list(self._persists):
-            persist, slots = asked
-            waits = not saving.isdisjoint(slots) or not self._persisting.isdisjoint(slots)
-            if not waits and not (persist is None and saving):
-                self._persists.remove(asked)
-                self._persisting.update(slots)
-                self._write(self._choose, persist, slots)
+                self._write(self._save, line, save)
+        if last < first and not self._persisting:
+            self._persisting = True
+            self._write(self._choose, *self._persists[0][1:])
 
     # -- what is written, each in a thread ----------------------------------------------------------------------------
 
@@ -242,8 +252,8 @@ class Writer:
         needed = [slot for _, parts in candidates for slot in parts]
 
         def write() -> None:
-            self._let_go([slot for slot in slots if slot not in needed])
-            self._waiting.append(lambda: self._write(self._persist, token, needed, candidates))
+            self._reading.release([slot for slot in slots if slot not in needed])
+            self._chosen = lambda: self._write(self._persist, token, needed, candidates)
             if not self._waits:
                 self._proceed()
 
@@ -257,15 +267,13 @@ class Writer:
         return lambda: self._persisted(slots, persisted)
 
     def _persisted(self, slots: list[int], persisted: Persisted) -> None:
-        self._let_go(slots)
+        self._reading.release(slots)
+        self._persists.popleft()
+        self._persisting = False
         if self._orphaned:
             _say_last(persisted)
         elif self._control.link.fileno() >= 0:
             self._control.tell(persisted)
-
-    def _let_go(self, slots: list[int]) -> None:
-        self._persisting.difference_update(slots)
-        self._reading.release(slots)
 
     def _take_results(self) -> None:
         os.eventfd_read(self._wake)
