@@ -266,6 +266,13 @@ def test_an_incident_is_moved_to_this_nodes_clock_and_recorded_once_though_told_
     assert len(every(story.hears(protocol.Opened(incident(2), now_s=62.0)), Opened)) == 1
 
 
+def test_who_comes_back_says_when_the_last_incident_began() -> None:
+    story = idle()
+    failed_at_s = the(story.hears(protocol.Opened(incident(3), now_s=60.0)), Opened).incident.failed_at_s
+    hello, _ = greeting(cut_off(story))
+    assert (hello.opened, hello.failed_at_s) == ((0, 3), failed_at_s)
+
+
 def test_incidents_are_recorded_even_when_the_node_is_done() -> None:
     story = idle()
     story.hears(StopRequested(signal.SIGTERM))

@@ -155,6 +155,35 @@ def test_an_open_incident_is_taken_over_told_to_who_returns_and_closed_on_the_ne
     assert closed.lost_s == closed.recovered_at_s - closed.failed_at_s > 0.0
 
 
+def test_an_open_incident_began_when_a_node_heard_of_it() -> None:
+    """The record does not say for how long nobody has coordinated since."""
+    before = Job(nodes=2).runs("a", "b")
+    before.fails("a")
+    before.down("b")
+    assert before.written is not None and before.written.incident is not None
+    job = taken_up(before)  # the first comes at 8 s, and says that it is 5 s there
+    ago_s = -before.written.incident.failed_at_s
+    which = (0, 1)
+    returns(job, "a", generation=1, opened=which, failed_at_s=5.0 - ago_s - 60.0)
+    returns(job, "b", generation=1, opened=which, failed_at_s=5.0 - ago_s - 20.0)  # it heard of it late
+    job.steps("a", "b")
+    closed = job.got("a", protocol.Closed)[0].incident
+    assert closed.failed_at_s == 8.0 - ago_s - 60.0
+    assert closed.stopped_at_s - closed.failed_at_s == job.opened("b")[0].stopped_at_s - job.opened("b")[0].failed_at_s
+    assert closed.launched_at_s is not None and closed.launched_at_s < 0.0 < 8.0 <= (closed.recovered_at_s or 0)
+    assert closed.lost_s > 60.0
+
+
+@pytest.mark.parametrize("which", [(-1, 0), (0, 2), (1, 1)], ids=["none", "another", "another world's"])
+def test_of_an_open_incident_a_node_that_has_not_heard_knows_nothing(which: tuple[int, int]) -> None:
+    before = Job(nodes=2).runs("a", "b")
+    before.fails("a")
+    before.down("b")
+    job = taken_up(before)
+    returns(job, "a", generation=1, opened=which, failed_at_s=-1000.0)
+    assert job.opened("a")[0].failed_at_s > 0.0
+
+
 def test_an_incident_that_was_closed_is_not_opened_again() -> None:
     before = Job(nodes=2).runs("a", "b")
     before.fails("a")

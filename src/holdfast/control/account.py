@@ -47,6 +47,7 @@ class Account:
         self._decide = decide
         self.history = History(settings.max_restarts)
         self.incident: Incident | None = None  # the open one
+        self._undated: Incident | None = None  # as it was taken up
         self.incidents = 0
         self.refill_mark = 0
         if record is not None:
@@ -181,7 +182,16 @@ class Account:
     def take_up(self, record: Record, now_s: float) -> None:
         self.refill_mark = record.refill_mark
         if record.incident is not None:
-            self.incident = protocol.shifted(record.incident, now_s)
+            self.incident = self._undated = protocol.shifted(record.incident, now_s)
+
+    def date(self, which: tuple[int, int], failed_at_s: float) -> None:
+        """By a node that knows when it began. A record says how long ago that was when it was written, and not for how
+        long nobody has coordinated since."""
+        incident = self._undated
+        if incident is None or incident is not self.incident or which != (incident.generation, incident.number):
+            return
+        if failed_at_s < incident.failed_at_s:
+            self.incident = self._undated = protocol.shifted(incident, failed_at_s - incident.failed_at_s)
 
 
 def _with(value: S, **changes: object) -> S:

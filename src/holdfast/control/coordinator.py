@@ -168,6 +168,7 @@ class Coordinator(Breaking):
         self.arrivals = max(self.arrivals, arrival + 1)
         member = self.members[node] = Member(hello, arrival, now_s)
         actions += [Send(node, protocol.Welcome(self.term, arrival, hello.now_s)), *self._tell_unheard(now_s, node)]
+        self.account.date(hello.opened, hello.failed_at_s + now_s - hello.now_s)
         if self.account.incident is not None:
             actions.append(Send(node, protocol.Opened(self.account.incident, now_s)))  # it may have missed it
         actions += self._note_settings(node, hello)

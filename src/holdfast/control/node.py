@@ -76,7 +76,9 @@ class Node(Staying):
                 if (incident.generation, incident.number) == self.opened:
                     return []  # told again, by a coordinator that cannot know
                 self.opened = (incident.generation, incident.number)
-                return [Opened(protocol.shifted(incident, now_s - theirs_s))]
+                opened = protocol.shifted(incident, now_s - theirs_s)
+                self.failed_at_s = opened.failed_at_s
+                return [Opened(opened)]
             case protocol.Closed(incident=incident, now_s=theirs_s):
                 if (incident.generation, incident.number) == self.closed:
                     return []

@@ -73,6 +73,8 @@ class Hello(Message, frozen=True):
     job_id: str = ""  # of the worlds that it has had
     asks: Request | None = None  # of its last world, which may be over; the next one must not be formed without it
     staying: bool = False  # it has processes that were ranks, and wait to be so again
+    opened: tuple[int, int] = (-1, 0)  # the last incident that it heard of: generation and number
+    failed_at_s: float = 0.0  # when that began
 
 
 class Beat(Message, frozen=True):

@@ -92,6 +92,7 @@ class Standing:
         self.waits = 0  # since SIGKILL
         self.abandons = False  # who is not gone by then is given up
         self.opened = self.closed = (-1, 0)  # generation and number of the last incident that this node heard of
+        self.failed_at_s = 0.0  # when that began
 
     # -- contact ------------------------------------------------------------------------------------------------------
 
@@ -135,6 +136,8 @@ class Standing:
             asks=self.request,
             job_id=self.job_id,
             staying=self._has_ranks_to_be,
+            opened=self.opened,
+            failed_at_s=self.failed_at_s,
             now_s=now_s,
         )
         return [Tell(hello), *self._report(now_s)]
