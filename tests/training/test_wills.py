@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import subprocess
-import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import linux
 from holdfast.training import wills
 from holdfast.training.handover import UNFIT, Offer
+from holdfast.training.stuck import Look
 from holdfast.training.survival import Survival
 from holdfast.training.worlds import Worlds
 from holdfast.wire import messages
-from holdfast.worker.seat import LATE_S
 
 MINE = Offer(generation=3, step=7, term=1, world_size=2)
 
@@ -129,12 +123,12 @@ class Rank:
         here = SimpleNamespace(rank=1, generation=3, report=self.heard.append)
         seat = SimpleNamespace(left=lambda: None)
         for name, value in {
-            "_place": here, "_seat": seat, "_leaves": threading.Lock(), "_left": -1, "_gave_up": False, "_late": 5,
-            "_worked_s": 0.0, "_main": 0, "_thread": 0, "_modules": [], "_beside": SimpleNamespace(possible=False),
+            "_place": here, "_seat": seat, "_leaves": threading.Lock(), "_left": -1, "_gave_up": False, "_joins": False,
+            "_watch": SimpleNamespace(look=lambda collectives: Look(half_way=False, stuck=True)), "_modules": [],
+            "_beside": SimpleNamespace(possible=False),
             "hooks": {"abort": [], "aborted": [], "health": [], "rejoin": []},
         }.items():  # fmt: skip
             setattr(self.survival, name, value)
-        monkeypatch.setattr("holdfast.training.survival.BUSY", 1)
         monkeypatch.setattr("holdfast.training.survival.groups.abort", lambda **_: None)
         monkeypatch.setattr("holdfast.training.survival.groups.leave", lambda: None)
 
@@ -172,59 +166,3 @@ def test_one_whose_state_is_left_says_nothing_more(monkeypatch: pytest.MonkeyPat
     gets_out.join(0.2)
     assert gets_out.is_alive() and len(rank.heard) == 1
     os.close(fd)
-
-
-# -- stuck, or only without a core -------------------------------------------------------------------------------------
-
-SPIN = "import os; os.sched_setaffinity(0, {int(os.sys.argv[1])}); print(flush=True)\nwhile True: pass"
-
-
-def look_twice(monkeypatch: pytest.MonkeyPatch, thread: threading.Thread) -> Rank:
-    """At a rank whose training's thread is that one."""
-    rank = Rank(monkeypatch)
-    monkeypatch.setattr("holdfast.training.survival.BUSY", 1000)
-    assert thread.ident is not None and thread.native_id is not None
-    rank.survival._main, rank.survival._thread = time.pthread_getcpuclockid(thread.ident), thread.native_id
-    rank.survival._late, rank.survival._worked_s = 1, rank.survival._awake_s()
-    rank.survival.bequeath = lambda: (os.memfd_create("will"), 7)
-    time.sleep(LATE_S)
-    rank.survival._is_late()
-    return rank
-
-
-def test_one_that_waits_for_what_never_comes_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    comes = threading.Event()
-    waits = threading.Thread(target=comes.wait, daemon=True)
-    waits.start()
-    assert waits.native_id is not None
-    while linux.state(waits.native_id) != "S":
-        time.sleep(0.001)
-    [said] = look_twice(monkeypatch, waits).heard
-    assert isinstance(said, messages.Bequeathed)
-    os.close(said.fd)
-    comes.set()
-    waits.join()
-
-
-def test_one_that_waits_for_a_core_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is to run when nobody else wants to, on a core that somebody always wants."""
-    cores = os.sched_getaffinity(0)
-    begun = threading.Event()
-
-    def works() -> None:
-        os.sched_setaffinity(0, {min(cores)})
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        begun.set()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # and holds no GIL
-
-    with subprocess.Popen([sys.executable, "-c", SPIN, str(min(cores))], stdout=subprocess.PIPE) as spins:
-        try:
-            assert spins.stdout is not None and spins.stdout.readline()
-            thread = threading.Thread(target=works, daemon=True)
-            thread.start()
-            begun.wait()
-            assert look_twice(monkeypatch, thread).heard == []
-        finally:
-            spins.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.sched_setaffinity(thread.native_id or 0, cores)

@@ -24,6 +24,7 @@ from holdfast.checkpoint import randomness, together
 from holdfast.training import attached, health, rebuilding, warming
 from holdfast.training.beside import Beside
 from holdfast.training.marks import Mark
+from holdfast.training.stuck import Watch
 from holdfast.wire import messages
 from holdfast.wire.snapshots import STANDBY
 from holdfast.worker import contexts, errors, groups, handles, place
@@ -33,8 +34,6 @@ from holdfast.worker.saying import complain, say
 from holdfast.worker.seat import Seat
 
 Hooks = dict[str, list[Callable[[], Any]]]
-IDLE_S = 0.01
-BUSY = 20  # looks at a rank that is late, after which its state has to leave without it even if it does something
 LAST_S = 0.2
 
 _active: Survival | None = None
@@ -88,9 +87,7 @@ class Survival:
         self._mark: Mark | None = None
         self._beside = Beside()
         self.bequeath: Callable[[], tuple[int, int] | None] = lambda: None  # a file, and the step that is in it
-        self._main, self._thread = time.pthread_getcpuclockid(threading.get_ident()), threading.get_native_id()
-        self._worked_s = 0.0
-        self._late = 0
+        self._watch = Watch()
         self._gave_up = False  # what it has is left to others, and this process ends
         self._left = -1  # the newest world that was left
         self._leaves = threading.Lock()  # a rank leaves its world, or its state; not both
@@ -112,20 +109,16 @@ class Survival:
         words = self._place.beacon.words
         while words[STEPS] < steps and not self.doomed and time.monotonic() < until_s:
             time.sleep(LAST_S / 100)
-        self._late, self._worked_s = 0, self._awake_s()
+        self._watch.begin()
         groups.abort(store=self._joins)  # who makes a group waits at the store for somebody who may never come
 
     def _is_late(self) -> None:
-        """The training's thread is stuck if it has done nothing since it was last looked at, with all that it could
-        wait for gone: then it will not leave, and its state has to without it. So it does if that is in a long step."""
-        self._late += 1
-        before_s, self._worked_s = self._worked_s, self._awake_s()
-        if self._late == 1:
+        """The training's thread is stuck if it does nothing, with all that it could wait for gone: then it will not
+        leave, and its state has to without it. So it does if that is in a long step."""
+        look = self._watch.look(collectives=not self._joins)
+        if look.half_way:
             groups.abort(store=True)
-        # One that waits for its GPU does nothing, either, and gets out when that is done.
-        idle = self._worked_s - before_s < IDLE_S and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        idle = idle and linux.state(self._thread) not in ("R", "D")  # it waits for a core now, or for a disk
-        if self._late > 1 and not self._gave_up and (idle or self._late >= BUSY):
+        if look.stuck and not self._gave_up:
             here, generation = self._place, self._place.generation
             will = self.bequeath()
             if will is None and not rebuilding.is_sharded(self._modules):
@@ -137,10 +130,6 @@ class Survival:
                     here.report(messages.Bequeathed(here.rank, generation, fd, step))  # and is ended now
                 elif will is not None:  # it has come to its end meanwhile
                     os.close(fd)
-
-    def _awake_s(self) -> float:
-        """For so long the training's thread has had something to do: on a busy machine it may get no core for it."""
-        return time.clock_gettime(self._main) + linux.waited_s(self._thread)
 
     # In the training's:
 

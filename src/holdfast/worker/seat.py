@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from holdfast.wire import channel, messages
 
-LATE_S = 0.15
+LATE_S = 0.05
 
 Place = tuple[messages.ForkWorker, list[int]]
 
