@@ -19,7 +19,7 @@ from holdfast.training.stuck import COLLECTIVES, IDLE, LOST, Look, Watch
 from holdfast.worker.seat import LATE_S
 
 SPIN = "import os; os.sched_setaffinity(0, {int(os.sys.argv[1])}); print(flush=True)\nwhile True: pass"
-NOTHING, HALF_WAY, STUCK = Look(False, False), Look(True, False), Look(False, True)
+NOTHING, LATE, STUCK = Look(False, False), Look(True, False), Look(False, True)
 
 
 class Thread:
@@ -64,7 +64,7 @@ def in_file(name: str, lock: threading.Lock) -> Callable[[], object]:
 def test_one_that_waits_for_what_never_comes_is_stuck(comes: threading.Lock) -> None:
     watch = Thread(comes.acquire).wait_until_it_waits()
     half = IDLE // 2
-    assert [watch.look() for _ in range(IDLE)] == [NOTHING] * (half - 1) + [HALF_WAY] + [NOTHING] * (half - 1) + [STUCK]
+    assert [watch.look() for _ in range(IDLE)] == [NOTHING] * (half - 1) + [LATE] + [NOTHING] * (half - 1) + [STUCK]
     watch.begin()
     assert watch.look() == NOTHING, "of another world"
 
@@ -72,7 +72,7 @@ def test_one_that_waits_for_what_never_comes_is_stuck(comes: threading.Lock) -> 
 @pytest.mark.parametrize("folder", COLLECTIVES)
 def test_in_a_collective_it_is_so_sooner(folder: str, comes: threading.Lock) -> None:
     watch = Thread(in_file(f"{folder}any.py", comes)).wait_until_it_waits()
-    assert [watch.look() for _ in range(LOST)] == [HALF_WAY, STUCK]
+    assert [watch.look() for _ in range(LOST)] == [LATE, STUCK]
 
 
 def test_but_not_where_that_may_yet_come_to_its_end(comes: threading.Lock) -> None:
@@ -98,7 +98,17 @@ def test_one_that_does_something_is_waited_for_only_so_long(
     monkeypatch.setattr(stuck, "BUSY", 3)
     monkeypatch.setattr(Watch, "_now_s", lambda self: time.monotonic() * 1e6)
     watch = Thread(comes.acquire).watch
-    assert [watch.look() for _ in range(3)] == [NOTHING, NOTHING, STUCK]
+    assert [watch.look() for _ in range(3)] == [NOTHING, NOTHING, Look(late=True, stuck=True)]
+
+
+def test_one_that_may_wait_for_its_gpu_is_late_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, comes: threading.Lock
+) -> None:
+    """Or for the store, as NCCL does with its first collective."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    watch = Thread(in_file(f"{COLLECTIVES[0]}any.py", comes)).wait_until_it_waits()
+    assert [watch.look().late for _ in range(3)] == [True, False, False]
+    assert not any(watch.look().stuck for _ in range(stuck.BUSY - 4)) and watch.look().stuck
 
 
 def test_one_that_waits_for_a_core_is_not() -> None:

@@ -124,7 +124,7 @@ class Rank:
         seat = SimpleNamespace(left=lambda: None)
         for name, value in {
             "_place": here, "_seat": seat, "_leaves": threading.Lock(), "_left": -1, "_gave_up": False, "_joins": False,
-            "_watch": SimpleNamespace(look=lambda collectives: Look(half_way=False, stuck=True)), "_modules": [],
+            "_watch": SimpleNamespace(look=lambda collectives: Look(late=False, stuck=True)), "_modules": [],
             "_beside": SimpleNamespace(possible=False),
             "hooks": {"abort": [], "aborted": [], "health": [], "rejoin": []},
         }.items():  # fmt: skip

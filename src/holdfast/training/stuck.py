@@ -19,7 +19,7 @@ COLLECTIVES = tuple(f"{torch.__path__[0]}/{part}/" for part in ("distributed", "
 
 
 class Look(NamedTuple):
-    half_way: bool  # to the next: there may be something else to let it out by
+    late: bool  # it is time to try what else may let it out
     stuck: bool
 
 
@@ -44,7 +44,8 @@ class Watch:
         idle = idle and linux.state(self._thread) not in ("R", "D")  # it waits for a core now, or for a disk
         self._idle = self._idle + 1 if idle else 0
         enough = LOST if collectives and self._is_in_collective() else IDLE
-        return Look(self._idle == enough // 2, self._idle >= enough or self._looks >= BUSY)
+        late = enough // 2 in (self._idle, self._looks)  # by its looks alone, if it may wait for its GPU
+        return Look(late, self._idle >= enough or self._looks >= BUSY)
 
     def _now_s(self) -> float:
         """For so long it has had something to do: on a busy machine it may get no core for it."""

@@ -116,7 +116,7 @@ class Survival:
         """The training's thread is stuck if it does nothing, with all that it could wait for gone: then it will not
         leave, and its state has to without it. So it does if that is in a long step."""
         look = self._watch.look(collectives=not self._joins)
-        if look.half_way:
+        if look.late:
             groups.abort(store=True)
         if look.stuck and not self._gave_up:
             here, generation = self._place, self._place.generation
