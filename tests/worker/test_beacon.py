@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -347,6 +348,7 @@ def test_noise_is_read_as_corrupt_and_nothing_else(pages_fd: int) -> None:
             assert str(corrupt)
         else:
             assert vitals is None or vitals.phase in set(Phase)
+    gc.collect()  # each of them has a descriptor, and other tests need some
 
 
 # -- sections ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from holdfast import linux
 from holdfast.worker import groups
 from holdfast.worker.groups import Made
 
@@ -66,13 +65,12 @@ def keep(port: socket.socket) -> TCPStore:
 
 def connections(port: socket.socket) -> list[int]:
     """The states of those that this process has to it, as Linux has them."""
-    number = port.getsockname()[1]
-    return [
-        found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        for fd in linux.open_descriptors()
-        if groups._remote(fd) == number
-        for found in [socket.socket(fileno=os.dup(fd))]
-    ]
+    number, states = port.getsockname()[1], []
+    for fd, _ in groups._open_sockets():
+        if groups._remote(fd) == number:
+            with socket.socket(fileno=os.dup(fd)) as found:
+                states.append(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])
+    return states
 
 
 def test_a_store_that_is_late_keeps_nobody_in_a_world_that_is_over(port: socket.socket) -> None:
