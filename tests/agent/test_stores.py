@@ -145,7 +145,9 @@ def test_one_that_comes_when_the_world_of_ranks_that_stay_is_over_answers_them_f
     stores.retire(None, some_stay=True)
     process.send_signal(signal.SIGSTOP)  # as it waits to be told to begin
     assert not stores.forked(helpers.asked[0].token, process.pid)
-    assert process.poll() is None and linux.state(process.pid) != "T"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    assert linux.state(process.pid) == "S"
     loop.run_until_complete(asyncio.sleep(0.1))
     assert process.wait(10) == -signal.SIGKILL
 
